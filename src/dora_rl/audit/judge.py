@@ -1,0 +1,73 @@
+"""`audit_run`: everything the judge does with a run's folder, in order."""
+
+from collections import Counter
+from pathlib import Path
+
+from dora_rl.audit.checks import check_bound, check_ledger, check_rows, read_open, read_stored, staleness_of
+from dora_rl.audit.history import AuditError, History
+from dora_rl.audit.report import Report
+from dora_rl.config import Config, ConfigError, config_hash, load_config
+
+
+def audit_run(folder: Path, recompute: int = 0) -> Report:
+    """Judge a run's folder. Raises AuditError when it has no journal or no configuration that can be read.
+
+    `recompute`: score so many trajectories again under the kept weights; needs torch, the rest does not.
+    """
+    try:
+        config = load_config(folder / "config.toml")
+    except ConfigError as error:
+        raise AuditError(str(error)) from error
+    history = History(folder / "journal.jsonl")
+    report = Report(notes=list(history.notes))
+    if config_hash(config) != history.header["config_hash"]:
+        report.problems.append(
+            f"config.toml has hash {config_hash(config)}, the journal says {history.header['config_hash']}: "
+            "the bound that was promised is not the one that stands there"
+        )
+    stored, faults = read_stored(folder / "rollouts")
+    open_groups, more_faults = read_open(folder / "open.db")
+    rows = [one.row for one in stored if one.row is not None]
+    bound = promised_bound(config)
+    size = config.schedule.group_size
+    report.problems += [
+        *faults,
+        *more_faults,
+        *history.problems,
+        *check_rows(history, stored),
+        *check_ledger(history, stored, open_groups, group_size=size),
+        *check_bound(rows, bound),
+    ]
+    report.c1 = {
+        "trajectories": len(stored) + sum(map(len, open_groups.values())),
+        "tokens": sum(answer.tokens for answer in history.answers.values() if answer.group is not None),
+        "violations": sum(problem.startswith("C1") for problem in report.problems),
+    }
+    report.c2 = ledger(history)
+    report.c3 = {
+        "bound": bound,
+        "max": max(map(staleness_of, (row for row in rows if row.status == "trained")), default=None),
+    }
+    if recompute > 0:
+        # Only here, because it needs torch: the plain audit runs anywhere, in a second.
+        from dora_rl.audit.recompute import recompute_logprobs
+
+        report.recomputed, problems = recompute_logprobs(folder, config, rows, recompute)
+        report.problems += problems
+    return report
+
+
+def promised_bound(config: Config) -> int:
+    """K. The synchronous strategy promises more than its setting says."""
+    return 0 if config.schedule.strategy == "sync" else config.schedule.max_staleness_versions
+
+
+def ledger(history: History) -> dict[str, int]:
+    """Where each dispatched group ended, from the journal alone."""
+    ended = ("trained", "filtered", "failed")
+    counts = Counter(
+        "interrupted" if history.interrupted and group.status not in ended else group.status
+        for group in history.groups.values()
+    )
+    names = ("running", "ready", "seated", *ended, "interrupted", "rolled_back")
+    return {"dispatched": len(history.groups)} | {name: counts[name] for name in names}

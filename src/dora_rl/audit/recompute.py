@@ -1,0 +1,162 @@
+"""Scores stored trajectories again, with plain `transformers`, under the kept weights of the run.
+
+The recorded log-probabilities must belong to the version that is stamped on the trajectory and to no other. Shares
+nothing with the trainer's way of computing them: no prefix sharing, no packing, one answer at a time.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import fsum
+from pathlib import Path
+from random import Random
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from dora_rl.audit.report import Recomputed
+from dora_rl.config import Config
+from dora_rl.wire.iteration_files import RolloutRow
+from dora_rl.wire.rollouts import Trajectory
+from dora_rl.wire.weights import load_saved, saved_versions
+
+OWN_LIMIT = 1e-3
+"""Largest difference per token under the own version, in nats: float32 engine against float32 model give 1e-4."""
+
+CONTRAST = 10.0
+"""How many times larger the mean difference under any other version has to be."""
+
+OTHERS_NEEDED = 2
+"""Other versions with different weights, below which the comparison shows nothing."""
+
+
+def recompute_logprobs(
+    folder: Path, config: Config, rows: Sequence[RolloutRow], count: int
+) -> tuple[list[Recomputed], list[str]]:
+    """Score `count` trajectories, drawn by the run's seed and spread over the kept versions; and what is wrong."""
+    try:
+        kept = saved_versions(folder / "weights")
+        architecture = find_architecture(folder, config)
+    except (OSError, ValueError) as error:
+        return [], [f"recompute: {error}"]
+    drawn = draw([row.trajectory for row in rows], list(kept), count, seed=config.run.seed)
+    problems = []
+    if len(drawn) < count:
+        problems.append(
+            f"recompute: {count} trajectories were asked for, but only {len(drawn)} belong to the kept versions "
+            f"{sorted(kept)}; ask for fewer, or keep more (audit.keep_versions)"
+        )
+    blank = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        AutoConfig.from_pretrained(architecture, local_files_only=True)
+    )
+    model: PreTrainedModel = blank.to(torch.float32).eval()
+    checksums: dict[int, str] = {}
+    diffs: dict[int, dict[int, Tensor]] = {one.rollout: {} for one in drawn}
+    for version, weights in kept.items():
+        try:
+            saved, tensors = load_saved(weights)
+            fill(model, tensors)
+        except (OSError, ValueError, SafetensorError) as error:
+            problems.append(f"recompute: {error}")
+            continue
+        checksums[version] = saved.checksum
+        for one in drawn:
+            recorded = torch.tensor(one.logprobs, dtype=torch.float32)
+            diffs[one.rollout][version] = (score(model, one, config.rollout.temperature) - recorded).abs()
+    # A version whose weights could not be read has said what is wrong; its trajectories cannot be compared.
+    readable = [one for one in drawn if one.version in checksums]
+    return judge(readable, checksums, diffs, problems), problems
+
+
+def judge(
+    drawn: Sequence[Trajectory],
+    checksums: Mapping[int, str],
+    diffs: Mapping[int, Mapping[int, Tensor]],
+    problems: list[str],
+) -> list[Recomputed]:
+    """Compare own and other versions; `diffs`: absolute differences per token, by rollout and version.
+
+    The limit holds for every token. The contrast is taken over all tokens drawn from one version: a single short answer
+    may consist of tokens of which every version is equally sure.
+    """
+    recomputed = []
+    for version in sorted({int(one.version) for one in drawn}):
+        of_version = [one for one in drawn if one.version == version]
+        others = [other for other in checksums if checksums[other] != checksums[version]]
+        if len({checksums[other] for other in others}) < OTHERS_NEEDED:
+            problems.append(
+                f"recompute: version {version} can be told from {len(others)} other kept versions with different "
+                f"weights, at least {OTHERS_NEEDED} are needed; raise audit.keep_versions"
+            )
+        own_mean = _mean([diffs[one.rollout][version] for one in of_version])
+        for other in others:
+            mean = _mean([diffs[one.rollout][other] for one in of_version])
+            if mean == 0.0 or mean < CONTRAST * own_mean:
+                names = sorted(one.rollout for one in of_version)
+                problems.append(
+                    f"recompute: trajectories {names} of version {version} differ by {mean:.1e} under version {other}, "
+                    f"by {own_mean:.1e} under their own; expected {CONTRAST:g} times more under the other"
+                )
+        for one in of_version:
+            own = float(diffs[one.rollout][version].max())
+            # Written so that a NaN fails.
+            if not own <= OWN_LIMIT:
+                problems.append(
+                    f"recompute: trajectory {one.rollout} (member {one.member} of group {one.group_id}) differs by "
+                    f"{own:.1e} under its own version {version}, at most {OWN_LIMIT:g} is allowed"
+                )
+            means = {other: float(diffs[one.rollout][other].mean()) for other in others}
+            recomputed.append(Recomputed(trajectory=one.rollout, version=version, own_max_diff=own, others=means))
+    return recomputed
+
+
+def draw(trajectories: Sequence[Trajectory], versions: Sequence[int], count: int, *, seed: int) -> list[Trajectory]:
+    """In turn from every version, each time one at random, until there are `count` or no more."""
+    rng = Random(seed)
+    piles = [[one for one in trajectories if one.version == v and one.completion_token_ids] for v in sorted(versions)]
+    for pile in piles:
+        pile.sort(key=lambda one: one.rollout)
+        rng.shuffle(pile)
+    drawn: list[Trajectory] = []
+    while len(drawn) < count and any(piles):
+        drawn += [pile.pop() for pile in piles if pile][: count - len(drawn)]
+    return drawn
+
+
+def find_architecture(folder: Path, config: Config) -> Path:
+    """The folder whose config.json says what kind of model the weights are of. Raises ValueError when there is none."""
+    places = (folder / "weights", folder / "export", Path(config.model.path))
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
+    raise ValueError(
+        f"found the model's config.json in none of {', '.join(map(str, places))}; "
+        "audit on the machine of the run, or without --recompute"
+    )
+
+
+def fill(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Put saved weights into the model. Raises ValueError unless they are exactly its own."""
+    with torch.no_grad():
+        missing, unexpected = model.load_state_dict(dict(tensors), strict=False)
+    # A tied output layer is saved once, under the embedding's name.
+    absent = set(missing) - set(model._tied_weights_keys or ())
+    if absent or unexpected:
+        raise ValueError(
+            f"the saved weights lack {sorted(absent)} and have {sorted(unexpected)} too many for the model"
+        )
+    model.tie_weights()
+
+
+def score(model: PreTrainedModel, trajectory: Trajectory, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) of each completion token, in nats, float32 [T]."""
+    completion_T = torch.tensor(trajectory.completion_token_ids)
+    input_L = torch.tensor([*trajectory.prompt_token_ids, *trajectory.completion_token_ids])
+    with torch.no_grad():
+        # The logits before each completion token, and one more set after the last, which nothing is compared with.
+        logits_TV: Tensor = model(input_L[None], use_cache=False, logits_to_keep=len(completion_T) + 1).logits[0, :-1]
+    return (logits_TV / temperature).log_softmax(-1).gather(-1, completion_T[:, None])[:, 0]
+
+
+def _mean(parts: Sequence[Tensor]) -> float:
+    return fsum(float(part.sum()) for part in parts) / sum(map(len, parts))

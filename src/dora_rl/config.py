@@ -1,0 +1,326 @@
+"""Every knob of a run: typed, documented, its unit in its name and its limit beside it.
+
+Owns the TOML schema and the one-line errors about it. Knows nothing of torch, Ray or vLLM, so that every
+process, the core included, can read it in milliseconds. Whatever can be computed is a property, never a knob.
+"""
+
+import difflib
+import hashlib
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """The person who wrote the configuration can fix this; the message is one line and says how."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    name: str = "run"
+    """Names the run's folder when no --run-dir is given."""
+
+    seed: int = Field(0, ge=0)
+    """Seeds every random choice of the run: prompts, scheduling, sampling."""
+
+    answer_deadline_s: float = Field(1800.0, gt=0)
+    """A load, publication, optimizer step or write that has not been answered after this long has failed."""
+
+    iterations: int = Field(10, ge=1)
+    """How many batches to train. Each makes at most one new version of the weights."""
+
+
+class ModelConfig(Section):
+    path: str
+    """A Hugging Face model folder, `package:NAME` for the GGUF file that an installed package carries, or
+    `tiny:SEED` for a small random Llama made on the spot."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the engine's weights and KV cache. float32 makes engine and trainer agree to 1e-4 per token."""
+
+
+class DataConfig(Section):
+    source: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
+    """Where prompts come from."""
+
+    path: str | None = None
+    """The file, when source is "jsonl"."""
+
+    tasks: tuple[str, ...] = ()
+    """Names of tasks, when source is "reasoning_gym"; each prompt draws one of them evenly."""
+
+    worked_examples: int = Field(3, ge=0)
+    """Solved problems shown as earlier chat turns before each question (reasoning_gym)."""
+
+    prompt_column: str = "prompt"
+    """Column that holds the question (jsonl): text, or a list of chat messages."""
+
+    answer_column: str | None = "answer"
+    """Column that holds the reference answer (jsonl); it reaches the reward under this name. None: the data has none."""
+
+    epochs: int = Field(0, ge=0)
+    """How often a finite data set is gone through; 0 repeats it for as long as the run needs."""
+
+
+class RewardConfig(Section):
+    functions: tuple[str, ...] = ("dora_rl.rl.rewards:exact_answer",)
+    """`module:function` each; their values are added up. f(prompts, completions, completion_ids, **columns) -> numbers or None."""
+
+    timeout_s: float = Field(10.0, gt=0)
+    """Longest that one group may take to score; a worker that takes longer is replaced and its group scored None."""
+
+    workers: int = Field(1, ge=1)
+    """Reward processes."""
+
+
+class RolloutConfig(Section):
+    instances: int = Field(2, ge=1)
+    """Rollout engines, each holding exactly one version at a time."""
+
+    slots: int = Field(32, ge=1)
+    """Answers that one instance generates at the same time."""
+
+    cpus_per_instance: int = Field(1, ge=1)
+    """Threads of one instance (CPU), and what Ray reserves for it."""
+
+    gpus_per_instance: int = Field(0, ge=0)
+    """GPUs of one instance; 0 runs it on the CPU."""
+
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs over which one engine splits the model."""
+
+    max_prompt_tokens: int = Field(512, ge=1)
+    """Longest prompt, chat template and worked examples included."""
+
+    max_completion_tokens: int = Field(128, ge=1)
+    """Longest answer; one that reaches it ends with finish_reason "length"."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Of sampling; the trainer divides its logits by the same number."""
+
+    top_p: float = 1.0
+    """Only 1: the engine would renormalise over the kept tokens and the trainer would not, which biases the ratio."""
+
+    top_k: int = 0
+    """Only 0, for the same reason."""
+
+    kv_cache_gib: float = Field(1.0, gt=0)
+    """Memory for one instance's KV cache on the CPU."""
+
+    block_tokens: int = Field(32, ge=1)
+    """KV block; prompts are shared in whole blocks."""
+
+    report_every_s: float = Field(2.0, gt=0)
+    """How often an instance reports the tokens of its unfinished answers."""
+
+    no_progress_s: float = Field(180.0, gt=0)
+    """An answer, load or publication that makes no progress for this long is an error. Never a limit on its total duration."""
+
+    @model_validator(mode="after")
+    def _refuse_truncated_sampling(self) -> "RolloutConfig":
+        if self.top_p != 1.0 or self.top_k != 0:
+            raise ConfigError(
+                f"rollout.top_p and rollout.top_k must be 1 and 0, got {self.top_p} and {self.top_k}: the importance "
+                "ratio would be biased by the probability they cut off; remove both"
+            )
+        return self
+
+
+class ScheduleConfig(Section):
+    strategy: Literal["sync", "dora"] = "dora"
+    """`sync`: every batch waits for its own answers. `dora`: several versions generate at once, staleness bounded."""
+
+    max_staleness_versions: int = Field(2, ge=0)
+    """K: a group sampled by version b is trained at a version v with v - b <= K. 0 is on-policy."""
+
+    groups_per_iteration: int = Field(8, ge=1)
+    """B: prompt groups in one batch."""
+
+    group_size: int = Field(8, ge=2)
+    """Answers per prompt; the advantage compares them with each other."""
+
+    optimizer_steps_per_iteration: Literal[1] = 1
+    """Optimizer steps on one batch."""
+
+    ready_target_groups: int | None = Field(None, ge=1)
+    """No new group is dispatched while this many are complete and without a seat; unset: groups_per_iteration.
+    Every group beyond what the next batch needs only grows stale."""
+
+    max_filtered_groups: int = Field(64, ge=1)
+    """Groups without reward spread in one iteration after which the batch closes short (or, empty, the run stops)."""
+
+    max_attempts: int = Field(3, ge=1)
+    """How often one thing that failed for reasons of infrastructure is tried before the run stops (or the group fails)."""
+
+    @property
+    def batch(self) -> int:
+        return self.groups_per_iteration
+
+    @property
+    def ready_target(self) -> int:
+        return self.ready_target_groups or self.groups_per_iteration
+
+
+class TrainConfig(Section):
+    learning_rate: float = Field(1e-5, gt=0)
+    """AdamW's, after warm-up."""
+
+    warmup_iterations: int = Field(2, ge=1)
+    """Iteration i (from 1) trains at learning_rate * min(1, i / warmup_iterations): never at zero."""
+
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """The importance ratio is clipped below at 1 - clip_low."""
+
+    clip_high: float = Field(0.28, gt=0)
+    """The importance ratio is clipped above at 1 + clip_high."""
+
+    max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient is scaled down to this L2 norm."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's."""
+
+    micro_batch_tokens: int = Field(2048, ge=1)
+    """Tokens in one forward and backward pass; a single group may exceed it and then goes alone."""
+
+    share_prefix: bool = True
+    """Compute a group's prompt once for all its members."""
+
+    ranks: Literal[1] = 1
+    """Trainer processes."""
+
+    threads: int = Field(2, ge=1)
+    """Threads of one trainer rank on the CPU."""
+
+
+class EvalConfig(Section):
+    every_iterations: int = Field(0, ge=0)
+    """Score the held-out prompts after every so many iterations; 0: only before the first and after the last."""
+
+    prompts: int = Field(0, ge=0)
+    """Held-out prompts, each answered once as in training and once greedily; 0: no evaluation."""
+
+
+class AuditConfig(Section):
+    keep_versions: int = Field(4, ge=1)
+    """Weights of the last so many versions stay in the run's folder."""
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    audit: AuditConfig = AuditConfig()
+
+    @property
+    def max_model_tokens(self) -> int:
+        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a TOML file and apply `section.key=VALUE` overrides.
+
+    Raises ConfigError, one line, when the file is missing, is not TOML, or holds an unknown or ill-typed key.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(raw, override)
+    return parse_config(raw)
+
+
+def parse_config(raw: dict[str, Any]) -> Config:
+    """Validate a nested mapping. Raises ConfigError about its first fault."""
+    try:
+        return Config.model_validate(_with_tuples(raw))
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def dump_config(config: Config) -> str:
+    """The configuration as TOML, every value spelled out."""
+    lines: list[str] = []
+    for section, values in config.model_dump().items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def config_hash(config: Config) -> str:
+    """SHA-256 over the spelled-out configuration, shortened to 16 hexadecimal digits."""
+    return hashlib.sha256(dump_config(config).encode()).hexdigest()[:16]
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise ConfigError(f"--set takes section.key=VALUE, got {override!r}; for example --set run.seed=1")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string
+    table = raw.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{section} must be a section ([{section}]), got {table!r}; move it under its section")
+    table[name] = value
+
+
+def _with_tuples(value: Any) -> Any:
+    """TOML has arrays, the schema has (immutable) tuples."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(item) for key, item in value.items()}
+    return tuple(_with_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return repr(value)
+
+
+def _explain(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        *section, name = (str(part) for part in fault["loc"])
+        known = _known_keys(section)
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        kind = "setting" if section else "section"
+        return f"unknown {kind} {where}; did you mean {'.'.join([*section, *nearest])}?"
+    if fault["type"] == "missing":
+        return f"{where} is required and missing; add it to the configuration"
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"
+
+
+def _known_keys(section: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for name in section:
+        annotation = model.model_fields[name].annotation if name in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)

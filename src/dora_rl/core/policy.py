@@ -1,0 +1,141 @@
+"""The decisions, each a pure function of the state; to change how dora-rl schedules, change this file.
+
+`schedulable` is the heart: the earliest-deadline-first test of docs/staleness.md. Every strategy is one `Strategy`:
+when a new group may be dispatched, and when a complete one may take a seat.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dora_rl.core.state import Instance, State
+from dora_rl.core.types import InstanceId, RolloutId, Version
+
+
+def schedulable(state: State, *, seats: int, extra: Version | None = None, without: Version | None = None) -> bool:
+    """Whether every outstanding group can still be trained by its deadline: N(d) <= seats + B * (d - v) for all d.
+
+    v is the trainer's version, N(d) the number of unseated groups due at d or before, `seats` what the open batch has
+    left. `extra` adds one group of that version, `without` takes one away. N grows only at deadlines while the right
+    side grows with d, so it is enough to look at the deadlines.
+    """
+    versions = sorted(state.unseated) if extra is None else sorted({*state.unseated, extra})
+    due = 0
+    for version in versions:
+        due += state.unseated.get(version, 0) + (version == extra) - (version == without)
+        deadline = state.deadline(version)
+        if due > 0 and (deadline < state.trained or due > seats + state.config.batch * (deadline - state.trained)):
+            return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """How one way of scheduling differs from the others."""
+
+    may_admit: Callable[[State], bool]
+    """Whether one more group of the newest published version may be dispatched, room for it given."""
+
+    may_seat: Callable[[State, Version], bool]
+    """Whether a complete group of this version may take a seat of the open batch."""
+
+
+def _dora_may_admit(state: State) -> bool:
+    """Few enough are ready, and with one more group everything can still be trained in time."""
+    return len(state.ready) < state.config.ready_target and schedulable(
+        state, seats=state.batch.seats, extra=state.published
+    )
+
+
+def _dora_may_seat(state: State, version: Version) -> bool:
+    """The seats that remain are enough for the groups that remain."""
+    return schedulable(state, seats=state.batch.seats - 1, without=version)
+
+
+def _sync_may_admit(state: State) -> bool:
+    """Each batch is filled by the version that it improves: no more groups than it has seats."""
+    return state.published == state.trained and sum(state.unseated.values()) < state.batch.seats
+
+
+def _sync_may_seat(state: State, version: Version) -> bool:
+    """Any group there is belongs to this batch."""
+    return version == state.trained
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "sync": Strategy(may_admit=_sync_may_admit, may_seat=_sync_may_seat),
+    "dora": Strategy(may_admit=_dora_may_admit, may_seat=_dora_may_seat),
+}
+
+
+def filtering_too_much(state: State) -> bool:
+    """So many groups of this iteration had nothing to learn from that it should close with what it has."""
+    return state.batch.filtered >= state.config.max_filtered_groups
+
+
+def admission_open(state: State) -> bool:
+    """Whether this run dispatches any more groups at all for now, whatever the strategy."""
+    return state.published >= 0 and not state.ended and state.prompts_left and not filtering_too_much(state)
+
+
+def next_waiting(state: State, version: Version) -> RolloutId | None:
+    """The answer of this version to place next: work at its deadline, then evaluations, then all other work."""
+    work = state.waiting.get(version)
+    evaluation = state.evaluating.get(version)
+    if evaluation and not (work and state.deadline(version) <= state.trained):
+        return evaluation[0]
+    return work[0] if work else None
+
+
+def choose_version(state: State) -> Version | None:
+    """The version that an idle instance should load: among those with answers waiting, work by earliest deadline;
+    an evaluation, which has none, comes after what is due now and before the rest."""
+    waiting = [v for v, heap in state.waiting.items() if heap]
+    due = [v for v in waiting if state.deadline(v) <= state.trained]
+    evaluating = [v for v, queue in state.evaluating.items() if queue]
+    return min(due or evaluating or waiting, default=None)
+
+
+def choose_home(state: State) -> Instance | None:
+    """Where a new group of the newest version starts: where most of it fits, and without a load if that is equal."""
+    best: tuple[tuple[int, bool, int], Instance] | None = None
+    for instance in state.instances.values():  # ties: the one that joined first
+        serves = instance.serves == state.published
+        if instance.free <= 0 or not (serves or instance.idle):
+            continue
+        score = (min(instance.free, state.config.group_size), serves, instance.free)
+        if best is None or score > best[0]:
+            best = (score, instance)
+    return best[1] if best else None
+
+
+def choose_drain(state: State) -> tuple[InstanceId, Version] | None:
+    """A version whose work is due and which no instance serves, and the busy instance with the least left to run."""
+    served = {i.draining_to if i.draining_to is not None else i.serves for i in state.instances.values()}
+    due = [v for v, heap in state.waiting.items() if heap and v not in served and state.deadline(v) <= state.trained]
+    able = [i for i in state.instances.values() if i.draining_to is None and i.loading is None]
+    if not due or not able:
+        return None
+    return min(able, key=lambda i: (len(i.running), i.id)).id, min(due)
+
+
+def drain_is_over(state: State, instance: Instance) -> bool:
+    """The work that this instance drains for is gone, or another instance serves it by now."""
+    return instance.draining_to not in state.waiting or any(
+        other.serves == instance.draining_to for other in state.instances.values() if other is not instance
+    )
+
+
+def forgettable(state: State) -> list[Version]:
+    """Versions in the store that nothing can ask for again: no unfinished answer, instance, or evaluation has them."""
+    needed = {state.published, state.trained}
+    needed.update(state.unseated)  # ready ones too: lost data is sampled again under its own version
+    needed.update(state.groups[g].version for g in state.batch.groups)
+    needed.update(e.version for e in state.evaluations.values())
+    for instance in state.instances.values():
+        needed.update(v for v in (instance.version, instance.loading, instance.draining_to) if v is not None)
+    return sorted(state.stored - needed)
+
+
+def has_spread(rewards: list[float]) -> bool:
+    """Whether a group has anything to learn from: its rewards are not all equal (their mean says nothing of that)."""
+    return max(rewards) - min(rewards) > 1e-9

@@ -1,0 +1,64 @@
+"""The nouns that cross every wall of the project: identifiers, statuses and what an instance says of itself.
+
+Plain data without behaviour. Bytes (tokens, tensors, KV) are never here, only their names and sizes.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, NewType
+
+Version = NewType("Version", int)
+"""Names one set of weights; 0 is what the run started from. Never reused."""
+
+GroupId = NewType("GroupId", int)
+"""One prompt and its answers, counted from 0 in the order of dispatch; also the prompt's position in the stream."""
+
+RolloutId = NewType("RolloutId", int)
+"""One answer: of a group, or of an evaluation."""
+
+InstanceId = NewType("InstanceId", str)
+EvaluationId = NewType("EvaluationId", int)
+
+FinishReason = Literal["stop", "length", "detached", "failed"]
+"""Why a segment ended. "stop" and "length" end the trajectory too; after the others it goes on in another segment."""
+
+Sampling = Literal["sampled", "greedy"]
+
+
+class GroupStatus(StrEnum):
+    """Where a dispatched group is; exactly one at a time, and the ledger adds them up."""
+
+    RUNNING = "running"  # at least one member generates or is being scored
+    PARKED = "parked"  # unfinished, and no instance works on it at the moment
+    READY = "ready"  # complete and durable, without a seat
+    SEATED = "seated"  # in the open (or closed, not yet stepped) batch
+    TRAINED = "trained"
+    FILTERED = "filtered"  # its rewards are all equal: nothing to learn from it
+    FAILED = "failed"  # fewer than two members could be scored
+    INTERRUPTED = "interrupted"  # the user ended the run first
+
+
+UNSEATED = (GroupStatus.RUNNING, GroupStatus.PARKED, GroupStatus.READY)
+FINAL = (GroupStatus.TRAINED, GroupStatus.FILTERED, GroupStatus.FAILED, GroupStatus.INTERRUPTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InstanceDescriptor:
+    """What one rollout engine (one data-parallel group, any tensor-parallel size) says of itself when it joins."""
+
+    node: str
+    devices: tuple[str, ...]
+    """Accelerators, or ("cpu",)."""
+
+    layout: str
+    """KV moves only between instances of equal layout id: shape, dtype, block size and rank of every shard."""
+
+    slots: int
+    """Answers it generates at the same time."""
+
+    kv_capacity_tokens: int
+    max_versions: int = 1
+    """How many versions it can hold at the same time."""
+
+    versions: frozenset[Version] = frozenset()
+    """Those that it holds when it joins."""

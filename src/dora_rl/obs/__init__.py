@@ -1,0 +1,1 @@
+"""What happened: the journal and what is computed from it."""

@@ -1,0 +1,1 @@
+"""The same core under asyncio: real engines, a real trainer, real failures."""

@@ -1,0 +1,112 @@
+"""The tokens of answers on their way from engines to the store: what the core counts, this holds.
+
+An answer lives here from its first segment until its group is durable. What engines report of unfinished segments is
+held too, so that a lost engine costs at most the tokens since its last report.
+"""
+
+from dataclasses import dataclass, field
+
+from dora_rl.core.messages import Generate
+from dora_rl.core.types import FinishReason, GroupId, RolloutId
+from dora_rl.runtime.ports import GenerateResult, Partial
+from dora_rl.wire.rollouts import Prompt, Segment, Trajectory
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    command: Generate
+    """The latest one."""
+    prompt: Prompt
+    dispatched_at: float
+    finished_at: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    reported: int = 0
+    """Tokens that the running segment has reported so far; how far it is, not yet part of the answer."""
+
+
+class Answers:
+    def __init__(self) -> None:
+        self._answers: dict[RolloutId, Answer] = {}
+        self._groups: dict[GroupId, dict[int, RolloutId]] = {}
+        self.generated_tokens = 0
+        """Tokens of all segments that ended, and of the running ones as far as they were reported."""
+
+    def begin(self, command: Generate, prompt: Prompt, *, now: float) -> Answer:
+        """A segment is about to run. Cuts the answer back to what the command continues from."""
+        answer = self._answers.get(command.rollout)
+        if answer is None:
+            answer = Answer(command=command, prompt=prompt, dispatched_at=now)
+            self._answers[command.rollout] = answer
+            if command.group is not None:
+                self._groups.setdefault(command.group, {})[command.member] = command.rollout
+        answer.command = command
+        keep = command.generated_tokens
+        del answer.token_ids[keep:], answer.logprobs[keep:]
+        answer.segments = [part for part in answer.segments if part.end <= keep]
+        answer.finish_reason, answer.reported = None, 0
+        return answer
+
+    def report(self, partial: Partial) -> None:
+        answer = self._answers.get(partial.rollout)
+        if answer is not None and answer.command.attempt == partial.attempt and answer.finish_reason is None:
+            answer.reported += len(partial.token_ids)
+            self.generated_tokens += len(partial.token_ids)
+
+    def extend(self, result: GenerateResult, *, now: float) -> None:
+        """A segment ended. Raises ValueError when lists differ in length."""
+        answer = self._answers[result.rollout]
+        if len(result.token_ids) != len(result.logprobs):
+            raise ValueError(
+                f"rollout {result.rollout}: {len(result.token_ids)} tokens but {len(result.logprobs)} log-probabilities"
+            )
+        command, start = answer.command, len(answer.token_ids)
+        answer.token_ids += result.token_ids
+        answer.logprobs += result.logprobs
+        if result.token_ids:
+            answer.segments.append(
+                Segment(
+                    version=result.version, instance=command.instance, start=start, end=start + len(result.token_ids)
+                )
+            )
+        self.generated_tokens += len(result.token_ids) - answer.reported
+        answer.finish_reason, answer.finished_at = result.finish_reason, now
+
+    def of_rollout(self, rollout: RolloutId) -> Answer:
+        return self._answers[rollout]
+
+    def of_group(self, group: GroupId) -> list[Answer]:
+        """The group's answers in the order of its members."""
+        return [self._answers[rollout] for _, rollout in sorted(self._groups[group].items())]
+
+    def forget_group(self, group: GroupId) -> None:
+        for rollout in self._groups.pop(group, {}).values():
+            del self._answers[rollout]
+
+    def forget(self, rollout: RolloutId) -> None:
+        del self._answers[rollout]
+
+
+def trajectory(answer: Answer, *, reward: float | None, rewards: dict[str, float | None], note: str) -> Trajectory:
+    """The finished answer as the store and the trainer know it; `note` says why a reward is missing."""
+    command = answer.command
+    assert command.group is not None, f"rollout {command.rollout} belongs to an evaluation"
+    return Trajectory(
+        rollout=command.rollout,
+        group_id=command.group,
+        member=command.member,
+        prompt_id=answer.prompt.prompt_id,
+        version=command.version,
+        prompt_token_ids=answer.prompt.token_ids,
+        completion_token_ids=tuple(answer.token_ids),
+        logprobs=tuple(answer.logprobs),
+        segments=tuple(answer.segments),
+        finish_reason=answer.finish_reason or "failed",
+        reward=reward,
+        rewards=rewards,
+        dispatched_at=answer.dispatched_at,
+        finished_at=answer.finished_at,
+        extras={"note": note} if note else {},
+    )

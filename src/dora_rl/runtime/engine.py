@@ -1,0 +1,121 @@
+"""Starting and ending vLLM's asynchronous engine for one instance. Knows its settings; knows nothing of requests."""
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dora_rl.config import RolloutConfig
+from dora_rl.core.types import InstanceDescriptor
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+SHUTDOWN_TIMEOUT_S = 20.0
+"""How long the engine's process may take to end by itself before it is killed."""
+
+
+def start_engine(model_dir: str, rollout: RolloutConfig, dtype: str, seed: int) -> "AsyncLLM":
+    """A running engine with weights of no meaning: real ones only ever come from the weight store.
+
+    Blocks until it is ready (seconds). Whatever vLLM changes in this process's environment is undone.
+    """
+    with _environment(_variables(rollout)):
+        # vLLM reads its environment when it is imported, and takes seconds to import.
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(model_dir, rollout, dtype, seed)))
+
+
+def describe(engine: "AsyncLLM", rollout: RolloutConfig, dtype: str) -> InstanceDescriptor:
+    config = engine.vllm_config
+    model, parallel, block = config.model_config, config.parallel_config, config.cache_config.block_size
+    kv_heads = model.get_num_kv_heads(parallel)
+    shape = f"{model.get_num_layers(parallel)}x{kv_heads}x{model.get_head_size()}"
+    on_gpu = rollout.gpus_per_instance > 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(rollout.gpus_per_instance))
+    return InstanceDescriptor(
+        node=platform.node(),
+        devices=tuple(f"cuda:{device}" for device in visible.split(",")) if on_gpu else ("cpu",),
+        # Layers x KV heads x head size of one rank, then element type, block and ranks: whatever decides how a
+        # block's bytes lie in memory.
+        layout=f"{shape}-{dtype}-block{block}-tp{rollout.tensor_parallel}-{'gpu' if on_gpu else 'cpu'}",
+        slots=rollout.slots,
+        kv_capacity_tokens=config.cache_config.num_gpu_blocks * block,
+    )
+
+
+def engine_processes(engine: "AsyncLLM") -> Mapping[int, int | None]:
+    """Process id to exit code (None: alive) of the engine's own processes."""
+    manager = engine.engine_core.resources.engine_manager
+    return {process.pid: process.exitcode for process in manager.processes} if manager else {}
+
+
+def stop_engine(engine: "AsyncLLM") -> None:
+    """End the engine and wait until its processes are gone; may be called twice."""
+    manager = engine.engine_core.resources.engine_manager
+    processes = list(manager.processes) if manager else []
+    engine.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+    for process in processes:
+        process.join(SHUTDOWN_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _arguments(model_dir: str, rollout: RolloutConfig, dtype: str, seed: int) -> dict[str, Any]:
+    from dora_rl.runtime.engine_worker import ManyProcesses, OneProcess, WeightLoading
+
+    on_gpu = rollout.gpus_per_instance > 0
+    return {
+        "model": model_dir,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # not the model's: sampling parameters and stop ids come with each request
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        "max_num_seqs": rollout.slots,
+        "block_size": rollout.block_tokens,
+        "enable_prefix_caching": True,
+        # After temperature, as the trainer computes them.
+        "logprobs_mode": "processed_logprobs",
+        # On the CPU compiling costs a minute and a half and gains a tenth.
+        "enforce_eager": not on_gpu,
+        "tensor_parallel_size": rollout.tensor_parallel,
+        "kv_cache_memory_bytes": None if on_gpu else int(rollout.kv_cache_gib * 2**30),
+        "distributed_executor_backend": OneProcess if rollout.tensor_parallel == 1 else ManyProcesses,
+        "worker_extension_cls": f"{WeightLoading.__module__}.{WeightLoading.__qualname__}",
+        "disable_log_stats": True,
+    }
+
+
+def _variables(rollout: RolloutConfig) -> dict[str, str]:
+    from_outside = {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DORA_RL_ENGINE_OWNER": str(os.getpid()),
+    }
+    if rollout.gpus_per_instance > 0:
+        return from_outside
+    return from_outside | {
+        "OMP_NUM_THREADS": str(rollout.cpus_per_instance),
+        # Trainer and instances share the cores in a pattern that changes by the second: leave placing threads to
+        # the kernel, and let idle ones sleep instead of spinning on a core that another process needs.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,67 @@
+"""What runs inside vLLM's own processes: taking weights from staged memory, and ending when the owner ends.
+
+Named to vLLM as executor and worker extension (runtime/engine.py); imports vLLM at once, so nothing else here
+may import this module at its top.
+"""
+
+import os
+import select
+import signal
+import threading
+from typing import Any
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from dora_rl.runtime.staging import Slot, staged_tensors
+
+OWNER_VARIABLE = "DORA_RL_ENGINE_OWNER"
+"""Environment variable with the process id of the instance that an engine belongs to."""
+
+
+class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are untyped to us
+    """The model runs in the engine's own process.
+
+    On the CPU vLLM would start one more process and talk to it through a busy shared-memory queue, only to set
+    OpenMP variables; those are set before the engine starts.
+    """
+
+    def _init_executor(self) -> None:
+        end_with_owner()
+        super()._init_executor()
+
+
+class ManyProcesses(MultiprocExecutor):  # type: ignore[misc]
+    """The model is split over several GPUs; vLLM's own pipes end its workers with the engine."""
+
+    def _init_executor(self) -> None:
+        end_with_owner()
+        super()._init_executor()
+
+
+class WeightLoading:
+    """Added to vLLM's worker class; its methods are called by `collective_rpc`."""
+
+    model_runner: Any
+
+    def load_staged_weights(self, path: str, slots: list[Slot]) -> None:
+        self.model_runner.reload_weights(weights_iterator=staged_tensors(path, slots))
+
+
+def end_with_owner() -> None:
+    """Kill this process as soon as the instance that owns it is gone, even if that was killed itself.
+
+    A signal at the parent's death (prctl) would not do: it fires when the *thread* that forked ends.
+    """
+    owner = int(os.environ[OWNER_VARIABLE])
+    if os.getppid() != owner:
+        os.kill(os.getpid(), signal.SIGKILL)  # it died while this process was starting
+    descriptor = os.pidfd_open(owner)
+    threading.Thread(target=_wait_then_die, args=(descriptor,), name="end-with-owner", daemon=True).start()
+
+
+def _wait_then_die(descriptor: int) -> None:
+    ended = select.poll()
+    ended.register(descriptor, select.POLLIN)
+    ended.poll()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,296 @@
+"""One rollout instance: vLLM's asynchronous engine with exactly one version of the weights.
+
+A plain class; cluster.py makes a Ray actor of it. Token ids in, token ids and their processed log-probabilities
+out. It refuses what is out of order (ProtocolError), and says so when its engine fails (RemoteError) or is gone
+(ProcessLost). Knows nothing of schedules, rewards or text.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dora_rl.config import RolloutConfig
+from dora_rl.core.messages import ProtocolError
+from dora_rl.core.types import InstanceDescriptor, InstanceId, RolloutId, Version
+from dora_rl.runtime.engine import describe, engine_processes, start_engine, stop_engine
+from dora_rl.runtime.ports import GenerateRequest, GenerateResult, LoadReport, Partial, ProcessLost
+from dora_rl.runtime.staging import staged
+from dora_rl.wire.errors import RemoteError
+from dora_rl.wire.weights import Canary, Manifest, Transport
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""Largest difference per token, in nats, at which engine and trainer still hold the same weights. Right loads
+differ by rounding: in float32 by at most 6e-5 on SmolLM2-135M, in bfloat16 by up to 0.43."""
+
+_FINISH_REASONS = {"stop": "stop", "length": "length", "abort": "detached"}
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One running request."""
+
+    request: GenerateRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reported: int = 0
+    """How many of the tokens `partials` has given out."""
+    finish_reason: str | None = None
+
+    @property
+    def engine_id(self) -> str:
+        return f"{self.request.rollout}-{self.request.attempt}"
+
+    def take(self, output: "RequestOutput") -> None:
+        (new,) = output.outputs
+        for token, at_position in zip(new.token_ids, new.logprobs or (), strict=True):
+            self.token_ids.append(token)
+            self.logprobs.append(at_position[token].logprob)
+        self.finish_reason = new.finish_reason
+
+
+class Instance:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._engine: AsyncLLM | None = None
+        self._name = InstanceId("instance")
+        self._version: Version | None = None
+        """The one that may be asked for; None before the first load, while one runs, and after one that failed."""
+        self._loading = False
+        self._answers: dict[RolloutId, _Answer] = {}
+        self.prefix_tokens_shared = 0
+        """Prompt tokens that were found in the prefix cache instead of being computed, since the start."""
+
+    async def start(
+        self, instance: InstanceId, model_dir: str, rollout: RolloutConfig, dtype: str, seed: int
+    ) -> InstanceDescriptor:
+        """Start the engine (seconds; the loop is blocked, as nothing can be asked yet). `seed` must differ per instance.
+
+        Raises RemoteError when the engine does not come up.
+        """
+        if self._engine is not None:
+            raise ProtocolError(f"{instance}: started twice; start another instance instead")
+        self._name, self._rollout, self._tolerance = instance, rollout, CANARY_TOLERANCE[dtype]
+        try:
+            self._engine = start_engine(model_dir, rollout, dtype, seed)
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises, the cause goes to the driver in one line
+            raise RemoteError(f"{instance}: the engine did not start on {model_dir}: {_one_line(error)}") from error
+        return describe(self._engine, rollout, dtype)
+
+    async def load(self, manifest: Manifest) -> LoadReport:
+        """Change to another version and prove, by its canary, that the engine has it.
+
+        Raises ProtocolError while answers run, RemoteError when the weights are late, damaged or not the
+        manifest's; the instance then serves nothing until a later load succeeds.
+        """
+        engine = self._running_engine()
+        if self._answers or self._loading:
+            busy = "another load runs" if self._loading else f"answers {sorted(self._answers)} run"
+            raise ProtocolError(f"{self._name}: version {manifest.version} cannot be loaded while {busy}; wait for them")
+        began = time.monotonic()
+        self._version, self._loading = None, True
+        try:
+            async with asyncio.timeout(self._rollout.no_progress_s):
+                await self._hand_over(engine, manifest)
+                difference = await self._canary_difference(engine, manifest)
+        except TimeoutError as error:
+            limit = self._rollout.no_progress_s
+            raise RemoteError(
+                f"{self._name}: loading version {manifest.version} took longer than rollout.no_progress_s = {limit:g} s"
+            ) from error
+        finally:
+            self._loading = False
+        # Written so that a NaN fails too.
+        if not difference <= self._tolerance:
+            raise RemoteError(
+                f"{self._name}: after loading version {manifest.version} the engine's log-probabilities differ from the "
+                f"trainer's by up to {difference:.3g}, at most {self._tolerance:g} expected; it serves other weights "
+                "than were published"
+            )
+        self._version = manifest.version
+        return LoadReport(seconds=time.monotonic() - began, canary_max_abs_diff=difference)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Sample one segment; the token that stops it is part of it.
+
+        A sampled token's log-probability is that of log softmax(logits / temperature). With `greedy` the engine
+        takes the likeliest token and reports log softmax(logits), temperature 1.
+        """
+        engine = self._running_engine()
+        self._check(request)
+        answer = self._answers[request.rollout] = _Answer(request)
+        try:
+            await self._follow(engine, answer, _sampling(request))
+        finally:
+            del self._answers[request.rollout]
+        return GenerateResult(
+            rollout=request.rollout,
+            attempt=request.attempt,
+            version=request.version,
+            token_ids=tuple(answer.token_ids),
+            logprobs=tuple(answer.logprobs),
+            finish_reason=_FINISH_REASONS[answer.finish_reason or ""],  # type: ignore[arg-type]
+        )
+
+    async def partials(self) -> list[Partial]:
+        """What the unfinished answers have sampled since the last call; answers without news are left out."""
+        news = []
+        for answer in self._answers.values():
+            start, answer.reported = answer.reported, len(answer.token_ids)
+            if answer.reported > start:
+                news.append(
+                    Partial(
+                        rollout=answer.request.rollout,
+                        attempt=answer.request.attempt,
+                        token_ids=tuple(answer.token_ids[start:]),
+                        logprobs=tuple(answer.logprobs[start:]),
+                    )
+                )
+        return news
+
+    async def detach(self, rollout: RolloutId) -> None:
+        """Ask a running segment to end now, with reason "detached"; one that has just ended is left alone."""
+        if answer := self._answers.get(rollout):
+            # It is known to the engine by now: between its entry in the table and in the engine nothing awaits.
+            await self._running_engine().abort(answer.engine_id)
+
+    async def measure_decode(self, *, batch: int, tokens: int, prompt: Sequence[int]) -> float:
+        """Decoded tokens per second of `batch` answers at once, from everyone's first token to the last one's end."""
+        if self._version is None or self._answers:
+            raise ProtocolError(f"{self._name}: measuring needs a loaded version and no running answer")
+        requests = [
+            GenerateRequest(
+                rollout=RolloutId(-1 - i),  # real ones are never negative
+                attempt=0,
+                version=self._version,
+                prompt_token_ids=tuple(prompt),
+                completion_token_ids=(),
+                max_tokens=tokens,
+                temperature=self._rollout.temperature,
+                greedy=False,
+                stop_token_ids=(),
+            )
+            for i in range(batch)
+        ]
+        running = [asyncio.ensure_future(self.generate(request)) for request in requests]
+        await asyncio.sleep(0)
+        while not all(answer.token_ids for answer in self._answers.values()):
+            await asyncio.sleep(0.001)
+        began, before = time.monotonic(), sum(len(answer.token_ids) for answer in self._answers.values())
+        results = await asyncio.gather(*running)
+        return (sum(len(result.token_ids) for result in results) - before) / (time.monotonic() - began)
+
+    async def shutdown(self) -> None:
+        """End the engine and wait until its processes are gone."""
+        engine, self._engine, self._version = self._engine, None, None
+        if engine is not None:
+            await asyncio.to_thread(stop_engine, engine)
+
+    def _running_engine(self) -> "AsyncLLM":
+        if self._engine is None:
+            raise ProtocolError(f"{self._name}: not started, or shut down; start it first")
+        return self._engine
+
+    def _check(self, request: GenerateRequest) -> None:
+        if request.version != self._version:
+            raise ProtocolError(
+                f"{self._name}: rollout {request.rollout} wants version {request.version}, served is {self._version}; "
+                "load it first"
+            )
+        if request.rollout in self._answers:
+            raise ProtocolError(f"{self._name}: rollout {request.rollout} runs already; wait for its answer")
+        limit = self._rollout.max_prompt_tokens + self._rollout.max_completion_tokens
+        given = len(request.prompt_token_ids) + len(request.completion_token_ids)
+        if not 1 <= request.max_tokens <= limit - given:
+            raise ProtocolError(
+                f"{self._name}: rollout {request.rollout} asks for {request.max_tokens} more tokens after {given}; "
+                f"1 to {limit - given} are left of rollout.max_prompt_tokens + rollout.max_completion_tokens = {limit}"
+            )
+
+    async def _follow(self, engine: "AsyncLLM", answer: _Answer, sampling: "SamplingParams") -> None:
+        """Take in an answer's tokens until it ends. Raises RemoteError when it stands still or the engine fails."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        request, patience = answer.request, self._rollout.no_progress_s
+        prompt = _tokens([*request.prompt_token_ids, *request.completion_token_ids], request.version)
+        clock = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(patience) as deadline:
+                async for output in engine.generate(prompt, sampling, answer.engine_id):
+                    if not answer.token_ids:
+                        self.prefix_tokens_shared += output.num_cached_tokens or 0
+                    answer.take(output)
+                    deadline.reschedule(clock.time() + patience)
+        except TimeoutError as error:
+            raise RemoteError(
+                f"{self._name}: rollout {request.rollout} got no token for rollout.no_progress_s = {patience:g} s after "
+                f"{len(answer.token_ids)}"
+            ) from error
+        except EngineDeadError as error:
+            codes = list(engine_processes(engine).values())
+            raise ProcessLost(f"{self._name}: the engine's process is gone (exit codes {codes})") from error
+        except EngineGenerateError as error:
+            raise RemoteError(f"{self._name}: rollout {request.rollout}: {_one_line(error.__cause__ or error)}") from error
+
+    async def _hand_over(self, engine: "AsyncLLM", manifest: Manifest) -> None:
+        staging = staged(self._transport, manifest, self._rollout.no_progress_s)
+        # In a thread, because the transport may block and partials must still be answered.
+        stage = await asyncio.to_thread(staging.__enter__)
+        try:
+            await engine.collective_rpc("load_staged_weights", args=(stage.path, stage.slots))
+        finally:
+            staging.__exit__(None, None, None)
+        # The cache is salted with the version, so stale blocks could never be hit; they are only in the way.
+        if not await engine.reset_prefix_cache():
+            raise RemoteError(f"{self._name}: the engine kept its prefix cache, so some request still holds blocks")
+
+    async def _canary_difference(self, engine: "AsyncLLM", manifest: Manifest) -> float:
+        canary = manifest.canary
+        theirs = canary.logprobs
+        ours = await _probe(engine, canary, manifest.version)
+        return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _sampling(request: GenerateRequest) -> "SamplingParams":
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=0.0 if request.greedy else request.temperature,
+        max_tokens=request.max_tokens,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,  # only the request's own stop ids end an answer, not what the model's files say
+        logprobs=0,  # of the sampled token alone
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+async def _probe(engine: "AsyncLLM", canary: Canary, version: Version) -> list[float]:
+    """The engine's own log-probabilities of the probe, by the code path that serves prompts."""
+    from vllm.sampling_params import SamplingParams
+
+    # logprobs=0 as in `_sampling`: the first use compiles a kernel, which should not be a real answer's.
+    sampling = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, logprobs=0, detokenize=False)
+    prompt = _tokens(list(canary.token_ids), version)
+    found: Any = None
+    async for output in engine.generate(prompt, sampling, f"canary-{version}"):
+        found = output.prompt_logprobs or found
+    return [at[token].logprob for token, at in zip(canary.token_ids[1:], found[1:], strict=True)]
+
+
+def _tokens(token_ids: list[int], version: Version) -> Any:
+    from vllm.inputs.engine import tokens_input
+
+    # Blocks of one version must never serve another one's request, whatever else goes wrong.
+    return tokens_input(token_ids, cache_salt=str(version))
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"

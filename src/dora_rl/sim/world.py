@@ -1,0 +1,138 @@
+"""The smallest world: engines whose answers take random, heavy-tailed times, and things that fail now and then.
+
+Durations are continuous, so that no two events tie by accident. Every failure comes out of a budget: with an endless
+one no run could promise to end.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import assert_never
+
+from dora_rl.core import messages as m
+from dora_rl.core.types import InstanceDescriptor, InstanceId, RolloutId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldConfig:
+    """What a run meets. Times in seconds; probabilities per occasion."""
+
+    seed: int = 0
+    instances: int = 2
+    slots: int = 8
+    prompts: int | None = None
+    evaluation_answers: int = 0
+    answer_s: float = 10.0
+    """Median time of one answer; lengths are lognormal."""
+    sigma: float = 0.99
+    train_s: float = 20.0
+    publish_s: float = 1.0
+    load_s: float = 0.5
+    equal_rewards: float = 0.2
+    """Share of groups that are filtered."""
+    missing_rewards: float = 0.02
+    failure: float = 0.0
+    """Chance that a publication, load, segment or score fails, or that a seated group's data turns out to be lost."""
+    failures: int = 0
+    """Failures in all."""
+    losses: tuple[m.Event, ...] = ()
+    """Instances, ranks and data lost, and instances that join, at given times."""
+
+
+class RandomWorld:
+    def __init__(self, config: WorldConfig, *, max_tokens: int, group_size: int) -> None:
+        self.config = config
+        self.rng = Random(config.seed)
+        self._left = config.failures
+        self._max_tokens = max_tokens
+        self._group_size = group_size
+        self._length: dict[RolloutId, int] = {}
+
+    def begin(self) -> Sequence[m.Event]:
+        started = m.RunStarted(at=0.0, prompts=self.config.prompts, evaluation_answers=self.config.evaluation_answers)
+        joined = [self.joins(index, at=self._soon(1.0)) for index in range(self.config.instances)]
+        return [started, *joined, *self.config.losses]
+
+    def joins(self, index: int, *, at: float) -> m.InstanceJoined:
+        descriptor = InstanceDescriptor(
+            node="sim", devices=(f"sim:{index}",), layout="sim", slots=self.config.slots, kv_capacity_tokens=10**9
+        )
+        return m.InstanceJoined(at=at, instance=InstanceId(f"engine-{index}"), descriptor=descriptor)
+
+    def answer(self, command: m.Command, *, now: float) -> m.Event:
+        config = self.config
+        match command:
+            case m.Generate():
+                return self._generated(command, now)
+            case m.Load(instance=instance, version=version):
+                return m.Loaded(
+                    at=now + self._soon(config.load_s), instance=instance, version=version, error=self._error()
+                )
+            case m.Score(group=group, attempt=attempt):
+                error = self._error()
+                rewards = () if error else self._rewards()
+                return m.Scored(
+                    at=now + self._soon(0.1), group=group, attempt=attempt, rewards=rewards, digest="", error=error
+                )
+            case m.Accumulate(iteration=iteration, attempt=attempt, group=group):
+                lost = self._error() is not None
+                return m.Accumulated(
+                    at=now + self._soon(0.1), iteration=iteration, attempt=attempt, group=group, lost=lost
+                )
+            case m.Step(iteration=iteration, attempt=attempt):
+                took = self._soon(config.train_s)
+                improved = self.rng.random() < 0.95
+                return m.Stepped(at=now + took, iteration=iteration, attempt=attempt, improved=improved, busy_s=took)
+            case m.Publish(version=version, attempt=attempt):
+                return m.Published(
+                    at=now + self._soon(config.publish_s), version=version, attempt=attempt, error=self._error()
+                )
+            case m.Close(iteration=iteration):
+                return m.Closed(at=now + self._soon(0.1), iteration=iteration)
+            case m.Evaluate(evaluation=evaluation):
+                return m.Evaluated(at=now + self._soon(0.1), evaluation=evaluation)
+            case m.Forget(version=version):
+                return m.Forgotten(at=now + self._soon(0.1), version=version)
+            case m.Export(version=version):
+                return m.Exported(at=now + self._soon(0.1), version=version)
+            case _:
+                assert_never(command)
+
+    def _generated(self, command: m.Generate, now: float) -> m.Generated:
+        tokens = self._length.setdefault(command.rollout, self._draw_length()) - command.generated_tokens
+        tokens = max(1, min(tokens, command.max_tokens))
+        error = self._error()
+        if error:
+            tokens = self.rng.randrange(tokens)
+        ends = command.generated_tokens + tokens >= self._max_tokens
+        return m.Generated(
+            at=now + self._soon(self.config.answer_s * max(tokens, 1) / 100.0),
+            rollout=command.rollout,
+            segment=command.segment,
+            attempt=command.attempt,
+            instance=command.instance,
+            version=command.version,
+            reason="failed" if error else "length" if ends else "stop",
+            num_tokens=tokens,
+            error=error,
+        )
+
+    def _draw_length(self) -> int:
+        """Tokens of an answer: lognormal with median 100."""
+        return max(1, round(100 * math.exp(self.rng.gauss(0.0, self.config.sigma))))
+
+    def _rewards(self) -> tuple[float | None, ...]:
+        if self.rng.random() < self.config.equal_rewards:
+            return (1.0,) * self._group_size
+        missing = self.config.missing_rewards
+        return tuple(None if self.rng.random() < missing else self.rng.random() for _ in range(self._group_size))
+
+    def _error(self) -> str | None:
+        if self._left <= 0 or self.rng.random() >= self.config.failure:
+            return None
+        self._left -= 1
+        return "a failure out of the budget"
+
+    def _soon(self, mean: float) -> float:
+        return mean * self.rng.uniform(0.5, 1.5)

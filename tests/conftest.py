@@ -1,0 +1,27 @@
+"""What every test shares: no network, no flaky deadlines, and tests that start engines last."""
+
+import os
+
+# Before anything imports them: a test that reaches for the network is wrong, and Ray must not report home.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import pytest
+from hypothesis import settings
+
+ENGINE_TIMEOUT_S = 300
+"""For a test that starts engines: vLLM alone takes 20 to 30 s to come up on two cores."""
+
+# The machine may be busy with an engine next door, so time says nothing about an example; and the same examples
+# every time, because a failure has to be one that the next person sees too.
+settings.register_profile("dora", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("dora")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engine tests to the end, the order within both halves kept, so that a cheap failure is seen first."""
+    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+    for item in items:
+        if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))
