@@ -1,8 +1,9 @@
-"""Who may import whom (docs/architecture.md), and what may be done nowhere: held by walking the source as a syntax tree."""
+"""Who may import whom (docs/architecture.md), and what may be done nowhere; held by walking the syntax trees of src."""
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "wire": ("core.types",),
     "rl": ("core.types", "wire.rollouts"),
     "obs": ("core.types", "core.messages", "core.replay", "wire.rollouts"),
-    "audit": ("config", "core.types", "wire", "train.model", "train.scoring"),
+    "audit": ("config", "core.types", "wire", "train.model", "train.score"),
     "bench": EVERYTHING,
     "cli": EVERYTHING,
     "": (),  # dora_rl/__init__.py
@@ -48,6 +49,7 @@ class Module:
         return self.name.partition(".")[0]
 
 
+@cache
 def modules() -> list[Module]:
     found = []
     for path in sorted(SRC.rglob("*.py")):

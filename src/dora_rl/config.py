@@ -32,6 +32,9 @@ class RunConfig(Section):
     answer_deadline_s: float = Field(1800.0, gt=0)
     """A load, publication, optimizer step or write that has not been answered after this long has failed."""
 
+    measure_floor: bool = False
+    """After the run, measure what its processes can do alone, and say how near to that the run came."""
+
     iterations: int = Field(10, ge=1)
     """How many batches to train. Each makes at most one new version of the weights."""
 

@@ -188,9 +188,10 @@ class History:
         answer.reason = event["reason"]
 
     def _stepped(self, event: Message) -> None:
-        step, self._step = self._step, None
+        step = self._step
         if step is None or (step["iteration"], step["attempt"]) != (event["iteration"], event["attempt"]):
-            return  # of an attempt whose rank was lost
+            return  # late, of an attempt whose rank was lost
+        self._step = None
         self.trained_at[step["iteration"]] = self._trained
         for name in step["groups"]:
             if self.groups[name].seat != step["attempt"]:
@@ -244,10 +245,9 @@ class History:
     def _accumulate(self, command: Message) -> None:
         group = self.groups[command["group"]]
         group.seat = command["attempt"]
-        if command["staleness"] != self._trained - group.version:
+        if command["trained_at"] != self._trained:
             self.problems.append(
-                f"C3: group {group.id} was seated as {command['staleness']} versions old, recounted "
-                f"{self._trained - group.version}"
+                f"C3: group {group.id} was seated at version {command['trained_at']}, recounted {self._trained}"
             )
 
     def _close(self, command: Message) -> None:

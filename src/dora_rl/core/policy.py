@@ -89,10 +89,8 @@ def next_waiting(state: State, version: Version) -> RolloutId | None:
 def choose_version(state: State) -> Version | None:
     """The version that an idle instance should load: among those with answers waiting, work by earliest deadline;
     an evaluation, which has none, comes after what is due now and before the rest."""
-    waiting = [v for v, heap in state.waiting.items() if heap]
-    due = [v for v in waiting if state.deadline(v) <= state.trained]
-    evaluating = [v for v, queue in state.evaluating.items() if queue]
-    return min(due or evaluating or waiting, default=None)
+    due = [v for v in state.waiting if state.deadline(v) <= state.trained]
+    return min(due or state.evaluating or state.waiting, default=None)
 
 
 def choose_home(state: State) -> Instance | None:
@@ -100,7 +98,7 @@ def choose_home(state: State) -> Instance | None:
     best: tuple[tuple[int, bool, int], Instance] | None = None
     for instance in state.instances.values():  # ties: the one that joined first
         serves = instance.serves == state.published
-        if instance.free <= 0 or not (serves or instance.idle):
+        if instance.free <= 0 or not (serves or instance.idle) or instance.id in state.draining:
             continue
         score = (min(instance.free, state.config.group_size), serves, instance.free)
         if best is None or score > best[0]:
@@ -110,18 +108,19 @@ def choose_home(state: State) -> Instance | None:
 
 def choose_drain(state: State) -> tuple[InstanceId, Version] | None:
     """A version whose work is due and which no instance serves, and the busy instance with the least left to run."""
-    served = {i.draining_to if i.draining_to is not None else i.serves for i in state.instances.values()}
-    due = [v for v, heap in state.waiting.items() if heap and v not in served and state.deadline(v) <= state.trained]
-    able = [i for i in state.instances.values() if i.draining_to is None and i.loading is None]
+    served = {state.draining.get(i.id, i.serves) for i in state.instances.values()}
+    due = [v for v in state.waiting if v not in served and state.deadline(v) <= state.trained]
+    able = [i for i in state.instances.values() if i.id not in state.draining and i.loading is None]
     if not due or not able:
         return None
     return min(able, key=lambda i: (len(i.running), i.id)).id, min(due)
 
 
-def drain_is_over(state: State, instance: Instance) -> bool:
+def drain_is_over(state: State, name: InstanceId) -> bool:
     """The work that this instance drains for is gone, or another instance serves it by now."""
-    return instance.draining_to not in state.waiting or any(
-        other.serves == instance.draining_to for other in state.instances.values() if other is not instance
+    wanted = state.draining[name]
+    return wanted not in state.waiting or any(
+        other.serves == wanted for other in state.instances.values() if other.id != name
     )
 
 
@@ -132,7 +131,7 @@ def forgettable(state: State) -> list[Version]:
     needed.update(state.groups[g].version for g in state.batch.groups)
     needed.update(e.version for e in state.evaluations.values())
     for instance in state.instances.values():
-        needed.update(v for v in (instance.version, instance.loading, instance.draining_to) if v is not None)
+        needed.update(v for v in (instance.version, instance.loading) if v is not None)
     return sorted(state.stored - needed)
 
 

@@ -64,8 +64,6 @@ class Instance:
     slots: int
     version: Version | None = None
     loading: Version | None = None
-    draining_to: Version | None = None
-    """Takes nothing more until it is empty; then it loads this version, which is due and served by nobody."""
     running: dict[RolloutId, None] = field(default_factory=dict)
     reserved: list[RolloutId] = field(default_factory=list)
 
@@ -76,7 +74,7 @@ class Instance:
 
     @property
     def free(self) -> int:
-        return 0 if self.draining_to is not None else self.slots - len(self.running) - len(self.reserved)
+        return self.slots - len(self.running) - len(self.reserved)
 
     @property
     def idle(self) -> bool:
@@ -130,6 +128,9 @@ class State:
         self.groups: dict[GroupId, Group] = {}
         self.rollouts: dict[RolloutId, Rollout] = {}
         self.instances: dict[InstanceId, Instance] = {}
+        self.draining: dict[InstanceId, Version] = {}
+        """Instances that take nothing more until they are empty; then they load a version that is due and that
+        nobody serves."""
         self.evaluations: dict[EvaluationId, Evaluation] = {}
         self.evaluated: set[Version] = set()
 
@@ -247,5 +248,7 @@ def _check_bound(state: State) -> None:
         f"not schedulable at version {state.trained}: {state.batch.seats} seats left, unseated {state.unseated}"
     )
     for version, heap in state.waiting.items():
-        vacant = [i.id for i in state.instances.values() if i.serves == version and i.free > 0]
+        vacant = [
+            i.id for i in state.instances.values() if i.serves == version and i.free > 0 and i.id not in state.draining
+        ]
         assert not (heap and vacant and not state.done), f"version {version} waits although {vacant} have room"

@@ -138,9 +138,10 @@ class Timeline:
             window.slot_busy_s += elapsed * min(instance.running, instance.descriptor.slots)
 
     def _end_window(self, event: Stepped) -> None:
-        step, self._stepping = self._stepping, None
+        step = self._stepping
         if step is None or self._open is None or (step.iteration, step.attempt) != (event.iteration, event.attempt):
-            return  # of an attempt whose rank was lost
+            return  # late, of an attempt whose rank was lost
+        self._stepping = None
         for group in step.groups:
             self._groups[group].gone = True
         self._open.ended_at = event.at

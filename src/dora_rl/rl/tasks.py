@@ -11,12 +11,10 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
-# reasoning-gym carries no type information.
-import reasoning_gym  # type: ignore[import-untyped]
-from reasoning_gym.factory import DATASETS  # type: ignore[import-untyped]
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
 
 from dora_rl.rl.errors import DataError
 
@@ -144,7 +142,9 @@ def _isomorphic_strings(entry: Entry) -> Problem:
 
 def _syllogism(entry: Entry) -> Problem:
     meta = entry["metadata"]
-    return Problem(f"{meta['premise1']}. {meta['premise2']}. Does it follow that {meta['conclusion']}?", "", entry["answer"])
+    return Problem(
+        f"{meta['premise1']}. {meta['premise2']}. Does it follow that {meta['conclusion']}?", "", entry["answer"]
+    )
 
 
 def _gcd(entry: Entry) -> Problem:
@@ -159,8 +159,11 @@ def _gcd_steps(entry: Entry) -> Problem:
     while b:
         lines.append(f"{a} mod {b} = {a % b}")
         a, b = b, a % b
-    return Problem(f"Greatest common divisor of {entry['metadata']['numbers'][0]} and {entry['metadata']['numbers'][1]} step by step?",
-                   "\n".join(lines), entry["answer"])
+    return Problem(
+        f"Greatest common divisor of {entry['metadata']['numbers'][0]} and {entry['metadata']['numbers'][1]} step by step?",
+        "\n".join(lines),
+        entry["answer"],
+    )
 
 
 def _spell_backward(entry: Entry) -> Problem:
@@ -169,7 +172,9 @@ def _spell_backward(entry: Entry) -> Problem:
 
 def _spell_backward_steps(entry: Entry) -> Problem:
     word = entry["metadata"]["word"]
-    return Problem(f"Spell {word} backward, letter by letter.", f"{' '.join(word)}\n{' '.join(reversed(word))}", entry["answer"])
+    return Problem(
+        f"Spell {word} backward, letter by letter.", f"{' '.join(word)}\n{' '.join(reversed(word))}", entry["answer"]
+    )
 
 
 def _word_sequence_reversal(entry: Entry) -> Problem:

@@ -10,6 +10,7 @@ import signal
 import threading
 from typing import Any
 
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -46,6 +47,11 @@ class WeightLoading:
 
     def load_staged_weights(self, path: str, slots: list[Slot]) -> None:
         self.model_runner.reload_weights(weights_iterator=staged_tensors(path, slots))
+        # An output layer that shares its weight with the embedding gets no tensor of its own, so vLLM 0.32 leaves
+        # the copy that it has packed for oneDNN as it was: the engine would go on with the old output layer.
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
 
 def end_with_owner() -> None:

@@ -27,6 +27,6 @@ def group_advantages(rewards: Sequence[float | None]) -> list[float | None]:
 
 
 def has_spread(rewards: Sequence[float | None]) -> bool:
-    """Whether there is anything to learn: two rewards that differ. Looks at the spread, for a mean says nothing of it."""
+    """Whether there is anything to learn: two rewards that differ. A mean says nothing of that."""
     scored = [reward for reward in rewards if reward is not None]
     return len(scored) >= 2 and max(scored) - min(scored) > _EPS * max(1.0, abs(max(scored)), abs(min(scored)))

@@ -1,4 +1,4 @@
-"""The policy-gradient loss and what is told about it. Knows tensors; knows nothing of trajectories, versions' weights or files.
+"""The policy-gradient loss and what is told about it. Knows tensors; knows nothing of trajectories or files.
 
 Shapes: T completion tokens of any number of answers, concatenated. There is no padding, hence no mask: a token is in or
 it is not there, whatever its id.
@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_MAX_LOG_RATIO = 20.0
 
-def grpo_loss(logprobs_T: Tensor, behaviour_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """Minus the clipped surrogate of PPO (Schulman et al. 2017, eq. 7), bounds apart as in DAPO (Yu et al. 2025), summed.
+
+def grpo_loss(
+    logprobs_T: Tensor, behaviour_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """Minus PPO's clipped surrogate (Schulman et al. 2017, eq. 7), two bounds as in DAPO (Yu et al. 2025), summed.
 
     The ratio is taken against the log-probabilities of the version that sampled, so stale answers are corrected for.
     A sum, not a mean: the trainer divides by the batch's own number of tokens once all of them are known.
     """
-    ratio_T = (logprobs_T - behaviour_T).exp()
+    # Bounded so that no ratio is infinite: clipping away an infinite one would leave 0 * inf = NaN in the gradient.
+    ratio_T = (logprobs_T - behaviour_T).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     bounded_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio_T * advantages_T, bounded_T * advantages_T).sum()
 
@@ -33,8 +38,9 @@ def loss_stats(
 ) -> dict[str, Any]:
     """Metrics of a whole batch, one or more tokens, under the weights before its optimizer step.
 
-    clip_fraction: tokens whose gradient the clipping removes. kl: Schulman's k3 estimate of KL(behaviour, current), nats.
-    ess_share: (sum w)^2 / (T sum w^2) of the ratios w, 1 when on-policy. mismatch: |trainer's - recorded log-probability|.
+    clip_fraction: share of tokens whose gradient the clipping removes. kl: Schulman's k3 estimate of
+    KL(behaviour, current), in nats. ess_share: (sum w)^2 / (T sum w^2) of the ratios w, 1 when on-policy.
+    mismatch: |the trainer's log-probability - the recorded one|, in nats; its causes are rounding and staleness.
     """
     if not len(logprobs_T):
         raise ValueError("statistics need one completion token or more, got none")
@@ -53,6 +59,6 @@ def loss_stats(
         "mismatch/mean_abs_logprob_diff": gap_T.mean().item(),
         "mismatch/max_abs_logprob_diff": gap_T.max().item(),
         "mismatch/by_staleness": {
-            str(int(age)): gap_T[staleness_T == age].mean().item() for age in staleness_T.unique(sorted=True)
+            str(int(age)): gap_T[staleness_T == age].mean().item() for age in torch.unique(staleness_T)
         },
     }

@@ -7,6 +7,9 @@ Shapes: L tokens in the row, N of them predict something, T completion tokens, D
 C rows of one chunk of the output layer, P completion tokens they predict. Log-probabilities are in nats.
 """
 
+# mypy: allow-untyped-calls
+# transformers annotates little of what it lets one call.
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from dora_rl.config import ConfigError
 from dora_rl.train.tree import Block, PrefixTree
@@ -40,17 +44,21 @@ def load_model(folder: Path) -> PreTrainedModel:
     """float32, from local files only, no code from the folder. Raises ConfigError when it cannot be trained here."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} holds no config.json; model.path must name a Hugging Face model folder")
+    logging.disable_progress_bar()  # the terminal belongs to the run
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation=_ATTENTION
     )
-    return model.eval()  # no dropout: the gradient must belong to the distribution that sampled
+    model.eval()  # no dropout: the gradient must belong to the distribution that sampled
+    return model
 
 
 def tree_scores(model: PreTrainedModel, tree: PrefixTree, temperature: float) -> Scores:
     """log softmax(logits / temperature) of the completion tokens, and the entropies where they were drawn."""
     with torch.no_grad():
         hidden_ND = _hidden(model, tree)
-        return _gather(tree, [(c.tokens_P, c.logprobs_P, c.entropies_P) for c in _head(model, tree, hidden_ND, temperature)])
+        return _gather(
+            tree, [(c.tokens_P, c.logprobs_P, c.entropies_P) for c in _head(model, tree, hidden_ND, temperature)]
+        )
 
 
 def tree_backward(model: PreTrainedModel, tree: PrefixTree, temperature: float, loss: TokenLoss) -> Scores:
@@ -82,8 +90,8 @@ def tree_backward(model: PreTrainedModel, tree: PrefixTree, temperature: float, 
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    head: nn.Module | None = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or {name for name, _ in head.named_parameters()} != {"weight"}:
         raise ConfigError(f"{type(model).__name__} has no plain linear output layer; choose a model that has one")
     return head
 
@@ -152,10 +160,11 @@ def _attend(
     dropout: float = 0.0,
     **unsupported: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each block and to its ancestors. query [1, heads, L, head size]; returns [1, L, heads, head size]."""
+    """Attention in each block and to its ancestors. query [1, heads, L, head size] -> [1, L, heads, head size]."""
     asked = sorted(name for name in ("softcap", "sliding_window", "s_aux") if unsupported.get(name) is not None)
     if asked or dropout or attention_mask is not None:
-        raise ConfigError(f"this model's attention needs {asked or 'a mask of its own'}, which the trainer does not know; choose another")
+        needs = ", ".join(asked) or "dropout or a mask of its own"
+        raise ConfigError(f"this model's attention needs {needs}, which the trainer does not know; choose another")
     grouped = query.shape[1] != key.shape[1]
     parts: list[Tensor] = []
     for block in tree_blocks:
@@ -164,8 +173,13 @@ def _attend(
         v = value[:, :, block.start : block.end] if whole else value.index_select(2, block.keys_K)
         parts.append(
             functional.scaled_dot_product_attention(
-                query[:, :, block.start : block.end], k, v, attn_mask=block.mask_QK,
-                is_causal=whole, scale=scaling, enable_gqa=grouped,
+                query[:, :, block.start : block.end],
+                k,
+                v,
+                attn_mask=block.mask_QK,
+                is_causal=whole,
+                scale=scaling,
+                enable_gqa=grouped,
             )
         )
     return torch.cat(parts, dim=2).transpose(1, 2), None

@@ -3,6 +3,9 @@
 Three sources: a folder, a package that carries one GGUF file, a tiny random model. Knows nothing of training.
 """
 
+# mypy: allow-untyped-calls
+# transformers annotates little of what it lets one call.
+
 import importlib.util
 import json
 import shutil
@@ -16,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from dora_rl.config import ConfigError
 from dora_rl.train.tiny import tiny_model, tiny_tokenizer
@@ -26,22 +30,27 @@ _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endof
 
 
 def prepare_model(path: str, out: Path) -> None:
-    """Write config, generation config, tokenizer and model.safetensors (float32) to `out`, which appears whole or not at all.
+    """Write config, generation config, tokenizer and model.safetensors (float32) to `out`.
 
-    Raises ConfigError, one line, when the source is missing or is not one.
+    The folder appears whole or not at all. Raises ConfigError, one line, when the source is missing.
     """
+    logging.disable_progress_bar()  # the terminal belongs to the run
     if path.startswith(_TINY):
         seed = path.removeprefix(_TINY)
         if not seed.isdecimal():
-            raise ConfigError(f"model.path = {path!r}: expected tiny:SEED with a whole number, got {seed!r}; for example tiny:0")
+            raise ConfigError(
+                f"model.path = {path!r}: expected tiny:SEED with a whole number, got {seed!r}; for example tiny:0"
+            )
+        model: PreTrainedModel = tiny_model(seed=int(seed))
         tokenizer: PreTrainedTokenizerBase = tiny_tokenizer()
-        model: PreTrainedModel = tiny_model(tokenizer, seed=int(seed))
     elif path.startswith(_PACKAGE):
         model, tokenizer = _from_package(path.removeprefix(_PACKAGE))
     else:
         model, tokenizer = _from_folder(Path(path))
     if tokenizer.chat_template is None:
-        raise ConfigError(f"model.path = {path!r}: its tokenizer has no chat template; choose an instruction-tuned model")
+        raise ConfigError(
+            f"model.path = {path!r}: its tokenizer has no chat template; choose an instruction-tuned model"
+        )
     _name_stop_tokens(model, tokenizer)
     _write(model, tokenizer, out)
 
@@ -78,11 +87,15 @@ def _from_package(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Dequantise the package's GGUF file. The package is found, never imported: its own dependencies are not ours."""
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or spec.origin is None:
-        raise ConfigError(f"model.path names the package {name!r}, which is not installed; pip install it or name a folder")
+        raise ConfigError(
+            f"model.path names the package {name!r}, which is not installed; pip install it or name a folder"
+        )
     folder = Path(spec.origin).parent
     files = sorted(folder.glob("*.gguf"))
     if len(files) != 1:
-        raise ConfigError(f"package {name!r} should carry one .gguf file, got {[f.name for f in files]}; name another package")
+        raise ConfigError(
+            f"package {name!r} should carry one .gguf file, got {[f.name for f in files]}; name another package"
+        )
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name, local_files_only=True)
     quantized = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=files[0].name, dtype=torch.float32, local_files_only=True
@@ -98,7 +111,10 @@ def _from_package(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def _name_stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Every way the model knows to end an answer goes into its generation config, which the engine obeys."""
-    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    generation = model.generation_config
+    if generation is None:
+        raise ConfigError(f"{type(model).__name__} cannot generate text; choose a causal language model")
+    named = generation.eos_token_id
     stops = set(named) if isinstance(named, list) else {named} - {None}
     vocabulary = tokenizer.get_vocab()
     template = str(tokenizer.chat_template)
@@ -107,8 +123,7 @@ def _name_stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         stops.add(tokenizer.eos_token_id)
     if not stops:
         raise ConfigError("the model names no end-of-sequence token, so its answers would never end; choose another")
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = sorted(stops)
+    generation.eos_token_id = sorted(stops)
 
 
 def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:

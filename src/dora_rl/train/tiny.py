@@ -1,4 +1,7 @@
-"""A made-up Llama of 0.8 million parameters with a character tokenizer: real code paths, no download, seconds to train."""
+"""A made-up Llama of 0.8 million parameters with a character tokenizer: real code paths, and no download."""
+
+# mypy: allow-untyped-calls
+# transformers annotates little of what it lets one call.
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -13,10 +16,10 @@ _TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; what it does not know becomes <|endoftext|>. Pads with its end-of-turn token, as SmolLM2 does."""
+    """One token per character, <|endoftext|> for unknown ones. Pads with its end-of-turn token, as SmolLM2 does."""
     vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *_CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_SPECIAL[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -29,8 +32,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCausalLM:
+def tiny_model(*, seed: int) -> LlamaForCausalLM:
     """Random weights drawn from `seed`; the process's own random state is left as it was."""
+    tokenizer = tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -49,4 +53,5 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCaus
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(config).to(torch.float32)
+        model: LlamaForCausalLM = LlamaForCausalLM(config).float()
+    return model

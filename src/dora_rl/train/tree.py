@@ -8,12 +8,18 @@ Shapes: L tokens in the row, N of them predict something, T completion tokens, Q
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dora_rl.wire.rollouts import Trajectory
+
+class Answer(Protocol):
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def completion_token_ids(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class PrefixTree:
         return len(self.token_ids_L)
 
 
-def build_tree(groups: Sequence[Sequence[Trajectory]], *, share: bool) -> PrefixTree:
+def build_tree(groups: Sequence[Sequence[Answer]], *, share: bool) -> PrefixTree:
     """Completion tokens keep the order of groups, members and positions. Without `share` every answer is its own chain.
 
     The last completion token predicts nothing and is not computed.
@@ -59,7 +65,8 @@ def build_tree(groups: Sequence[Sequence[Trajectory]], *, share: bool) -> Prefix
     blocks: list[Block] = []
     predictors: list[int] = []
     targets: list[int] = []
-    for family in groups if share else ([member] for group in groups for member in group):
+    # A block is what one group adds to the row; without sharing, what one answer adds.
+    for family in groups if share else [[member] for group in groups for member in group]:
         start = len(nodes.token_ids)
         for member in family:
             path = nodes.insert(_context(member))
@@ -79,9 +86,9 @@ def build_tree(groups: Sequence[Sequence[Trajectory]], *, share: bool) -> Prefix
     )
 
 
-def _context(member: Trajectory) -> tuple[int, ...]:
+def _context(member: Answer) -> tuple[int, ...]:
     if not member.prompt_token_ids:
-        raise ValueError(f"rollout {member.rollout}: expected a prompt of one token or more, got none; mend the data")
+        raise ValueError("an answer needs a prompt of one token or more, got none; mend the data")
     return (*member.prompt_token_ids, *member.completion_token_ids)[:-1] if member.completion_token_ids else ()
 
 
@@ -115,9 +122,8 @@ class _Nodes:
         """Everything from `start` on. Only its own ancestors are keys, so attention never grows with the whole row."""
         end = len(self.token_ids)
         own = range(start, end)
-        if start == 0 or all(self._parents[node] == node - 1 for node in own[1:]):
-            if self._parents[start] == -1 and all(self._parents[node] == node - 1 for node in own[1:]):
-                return Block(start, end, torch.arange(start, end), None)
+        if self._parents[start] == -1 and all(self._parents[node] == node - 1 for node in own[1:]):
+            return Block(start, end, torch.arange(start, end), None)
         roots = sorted({self._parents[node] for node in own} - set(own) - {-1})
         outside = sorted({ancestor for root in roots for ancestor in self._ancestry(root)})
         column = {node: i for i, node in enumerate([*outside, *own])}

@@ -1,0 +1,92 @@
+"""The command line. Wiring only: every command's work stands in the module that it calls.
+
+Exit status: 0 done and true; 1 the run failed or an audit found a broken promise; 2 bad input, before anything
+started; 130 interrupted by the user.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dora_rl.config import Config, ConfigError, load_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except ConfigError as error:
+        print(f"dora-rl: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dora-rl", description="Reinforcement learning that never waits for the longest answer."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model as a configuration says")
+    train.add_argument("config", type=Path, metavar="CONFIG.toml")
+    train.add_argument("--set", action="append", default=[], metavar="section.key=VALUE", help="change one setting")
+    train.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's own folder (default: runs/NAME-TIME)")
+    train.set_defaults(run=_train)
+
+    audit = commands.add_parser("audit", help="prove from a run's folder that it kept its promises")
+    audit.add_argument("folder", type=Path, metavar="RUN")
+    audit.add_argument("--recompute", type=int, default=0, metavar="N", help="score N answers again under the kept weights")
+    audit.add_argument("--json", action="store_true", help="print the report as JSON")
+    audit.set_defaults(run=_audit)
+
+    bench = commands.add_parser("bench", help="measurements").add_subparsers(required=True, metavar="BENCHMARK")
+    core = bench.add_parser("core", help="events per second of the scheduler alone")
+    core.add_argument("run_folder", type=Path, nargs="?", metavar="RUN", help="take the event mix of this run")
+    core.add_argument("--json", action="store_true", help="print the figures as JSON")
+    core.set_defaults(run=_bench_core)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config: Config = load_config(arguments.config, arguments.set)
+    # Only here: they import torch, Ray and vLLM, and a mistake in the configuration should not wait for that.
+    from dora_rl.launch import default_folder, prepare, train
+    from dora_rl.wire.errors import RemoteError
+
+    run = prepare(config, arguments.run_dir or default_folder(config), _say)
+    try:
+        return asyncio.run(train(run, _say))
+    except RemoteError as error:
+        print(f"dora-rl: the run failed: {error}", file=sys.stderr)
+        return 1
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from dora_rl.audit.history import AuditError
+    from dora_rl.audit.judge import audit_run
+
+    try:
+        report = audit_run(arguments.folder, arguments.recompute)
+    except AuditError as error:
+        raise ConfigError(str(error)) from error
+    print(report.dumps() if arguments.json else report.to_text())
+    return 0 if report.verdict == "pass" else 1
+
+
+def _bench_core(arguments: argparse.Namespace) -> int:
+    from dora_rl.bench.core import bench_core
+
+    result = bench_core(arguments.run_folder)
+    print(json.dumps(result.to_json()) if arguments.json else result.to_text())
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

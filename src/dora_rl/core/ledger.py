@@ -1,0 +1,139 @@
+"""Changes of the state, each in one place, so that counters, heaps and statuses can never part ways.
+
+Gives no commands and decides nothing; orchestrator.py says what happened, planner.py what follows.
+"""
+
+import heapq
+from collections import deque
+
+from dora_rl.core.state import Evaluation, Group, Instance, Rollout, State
+from dora_rl.core.types import UNSEATED, EvaluationId, GroupId, GroupStatus, RolloutId, Version
+
+
+def set_status(state: State, group: Group, status: GroupStatus) -> None:
+    """Move a group in the ledger, with the counters and the heap that depend on it."""
+    old = group.status
+    if old is status:
+        return
+    state.counts[old] -= 1
+    state.counts[status] += 1
+    if (old in UNSEATED) != (status in UNSEATED):
+        count = state.unseated.get(group.version, 0) + (1 if status in UNSEATED else -1)
+        if count:
+            state.unseated[group.version] = count
+        else:
+            del state.unseated[group.version]
+    if old is GroupStatus.READY:
+        state.ready.remove((group.version, group.id))
+        heapq.heapify(state.ready)
+    if status is GroupStatus.READY:
+        heapq.heappush(state.ready, (group.version, group.id))
+    group.status = status
+
+
+def new_group(state: State, version: Version) -> Group:
+    """Dispatch the next prompt of the stream under a version; its members wait."""
+    members = tuple(RolloutId(state.next_rollout + i) for i in range(state.config.group_size))
+    group = Group(id=GroupId(state.dispatched), version=version, members=members, unfinished=len(members))
+    state.next_rollout += len(members)
+    state.dispatched += 1
+    state.groups[group.id] = group
+    state.counts[group.status] += 1
+    state.unseated[version] = state.unseated.get(version, 0) + 1
+    for position, member in enumerate(members):
+        state.rollouts[member] = Rollout(id=member, group=group.id, evaluation=None, member=position, version=version)
+        wait(state, state.rollouts[member])
+    return group
+
+
+def new_evaluation(state: State, version: Version) -> Evaluation:
+    """All held-out prompts under one version: even members sampled, odd ones greedy."""
+    evaluation = Evaluation(
+        id=EvaluationId(state.next_evaluation),
+        version=version,
+        iteration=state.batch.iteration,
+        unfinished=state.evaluation_answers,
+    )
+    state.next_evaluation += 1
+    state.evaluations[evaluation.id] = evaluation
+    state.evaluated.add(version)
+    queue: deque[RolloutId] = deque()
+    for member in range(state.evaluation_answers):
+        rollout = Rollout(
+            id=RolloutId(state.next_rollout),
+            group=None,
+            evaluation=evaluation.id,
+            member=member,
+            version=version,
+            sampling="sampled" if member % 2 == 0 else "greedy",
+        )
+        state.next_rollout += 1
+        state.rollouts[rollout.id] = rollout
+        queue.append(rollout.id)
+    state.evaluating[version] = queue
+    return evaluation
+
+
+def wait(state: State, rollout: Rollout) -> None:
+    """No instance works on this answer: it queues under its version."""
+    rollout.instance = None
+    if rollout.evaluation is None:
+        heapq.heappush(state.waiting.setdefault(rollout.version, []), rollout.id)
+    else:
+        state.evaluating.setdefault(rollout.version, deque()).appendleft(rollout.id)
+
+
+def take(state: State, rollout: Rollout) -> None:
+    """The first answer of its queue leaves it."""
+    if rollout.evaluation is None:
+        heapq.heappop(state.waiting[rollout.version])
+        if not state.waiting[rollout.version]:
+            del state.waiting[rollout.version]
+    else:
+        state.evaluating[rollout.version].popleft()
+        if not state.evaluating[rollout.version]:
+            del state.evaluating[rollout.version]
+
+
+def run(state: State, rollout: Rollout, instance: Instance) -> None:
+    """A segment of the answer starts on an instance."""
+    rollout.instance = instance.id
+    instance.running[rollout.id] = None
+    if rollout.group is not None:
+        group = state.groups[rollout.group]
+        group.working += 1
+        if group.working == 1:
+            set_status(state, group, GroupStatus.RUNNING)
+
+
+def stop_running(state: State, rollout: Rollout) -> None:
+    """Its segment ended, or was lost with its instance."""
+    rollout.instance = None
+    if rollout.group is not None:
+        group = state.groups[rollout.group]
+        group.working -= 1
+        if group.working == 0:
+            set_status(state, group, GroupStatus.PARKED)
+
+
+def repair(state: State, group: Group) -> None:
+    """The group's answers are lost: all of them wait to be sampled again, under its own version."""
+    group.attempt += 1
+    group.unfinished = len(group.members)
+    set_status(state, group, GroupStatus.PARKED)
+    for member in group.members:
+        rollout = state.rollouts[member]
+        rollout.finished, rollout.tokens = None, 0
+        rollout.segment += 1
+        rollout.attempt += 1
+        wait(state, rollout)
+
+
+def leave(state: State, group: Group, status: GroupStatus) -> None:
+    """A group reaches its end; nothing of it stays but the count, and its name until the iteration closes."""
+    set_status(state, group, status)
+    if status is not GroupStatus.TRAINED:
+        state.left[status].append(group.id)
+    del state.groups[group.id]
+    for member in group.members:
+        del state.rollouts[member]

@@ -1,0 +1,126 @@
+"""Writes down what a run does, while it does it: journal, metrics, evaluations, and lines for the terminal.
+
+Wiring between the driver's callbacks and `obs`; decides and measures nothing of its own.
+"""
+
+import datetime
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from dora_rl import __version__
+from dora_rl.config import Config, config_hash
+from dora_rl.core import messages as m
+from dora_rl.core.orchestrator import Orchestrator
+from dora_rl.core.types import GroupId, Sampling
+from dora_rl.obs.console import HEADER, iteration_line, summary, time_left
+from dora_rl.obs.folder import RunFolder
+from dora_rl.obs.journal import JournalHeader, JournalWriter
+from dora_rl.obs.metrics import evaluation_line, iteration_metrics
+from dora_rl.obs.timeline import Timeline
+from dora_rl.runtime.hands import ScoredAnswer
+from dora_rl.runtime.ports import StepReport
+from dora_rl.wire.iteration_files import RolloutRow
+
+Print = Callable[[str], None]
+
+
+class TimedOrchestrator(Orchestrator):
+    """The core, and the seconds spent in it; the core itself has no clock."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.seconds = 0.0
+
+    def step(self, event: m.Event) -> list[m.Command]:
+        began = time.perf_counter()
+        commands = super().step(event)
+        self.seconds += time.perf_counter() - began
+        return commands
+
+    def take_seconds(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+class Recorder:
+    """One per run. `record` is the driver's callback; the other methods are the hands'."""
+
+    def __init__(self, config: Config, folder: RunFolder, core: TimedOrchestrator, out: Print) -> None:
+        self._config = config
+        self._folder = folder
+        self._core = core
+        self._out = out
+        self._began = time.monotonic()
+        self._timeline = Timeline(trainer_devices=config.train.ranks)
+        self._iteration_s: list[float] = []
+        self._largest_canary = 0.0
+        self._journal = JournalWriter(
+            folder.journal,
+            JournalHeader(
+                run_id=folder.path.name,
+                program_version=__version__,
+                config_hash=config_hash(config),
+                start_time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                seed=config.run.seed,
+            ),
+        )
+
+    def record(self, event: m.Event, commands: Sequence[m.Command]) -> None:
+        self._journal.record(event, commands)
+        self._timeline.record(event, commands)
+
+    def closed(self, command: m.Close, rows: Sequence[RolloutRow], report: StepReport | None) -> None:
+        prompt_tokens: dict[GroupId, int] = {}
+        for row in rows:
+            group = row.trajectory.group_id
+            prompt_tokens[group] = prompt_tokens.get(group, 0) + len(row.trajectory.prompt_token_ids)
+        try:
+            line = iteration_metrics(
+                self._timeline,
+                command.iteration,
+                prompt_tokens=prompt_tokens,
+                stats=report.stats if report else None,
+                orchestration_s=self._core.take_seconds(),
+            )
+        except LookupError:
+            return  # the data ended in the middle of a batch: groups were filed, but no iteration was made
+        line["train/tokens"] = report.tokens if report else None
+        self._folder.append_metrics(line)
+        if not self._iteration_s:
+            self._out(HEADER)
+        duration = line["time/iteration_s"]
+        assert isinstance(duration, float), f"an iteration took {duration!r}"
+        self._iteration_s.append(duration)
+        iterations = self._config.run.iterations
+        left = time_left(self._iteration_s, iterations=iterations)
+        self._out(iteration_line(line, iterations=iterations, left_s=left))
+        self._timeline.forget(command.iteration)
+
+    def evaluated(self, command: m.Evaluate, answers: Mapping[Sampling, Sequence[ScoredAnswer]]) -> None:
+        for sampling, scored in answers.items():
+            line = evaluation_line(
+                iteration=command.iteration,
+                version=command.version,
+                sampling=sampling,
+                rewards=[answer.reward for answer in scored],
+                lengths=[answer.length for answer in scored],
+            )
+            self._folder.append_eval(line)
+            self._out(
+                f"held-out {sampling}: {line['score']:.3f} ± {line['stderr'] or 0:.3f} at version {command.version} "
+                f"({len(scored)} prompts)"
+            )
+
+    def loaded(self, command: m.Load, *, seconds: float, canary_max_abs_diff: float) -> None:
+        self._largest_canary = max(self._largest_canary, canary_max_abs_diff)
+
+    def finish(self, ended: str) -> None:
+        """Close the journal and print the run's summary."""
+        self._journal.close()
+        wall_s = time.monotonic() - self._began
+        metrics, evaluations = self._folder.read_metrics(), self._folder.read_eval()
+        self._out("\n" + summary(metrics, evaluations, folder=self._folder.path, wall_s=wall_s, ended=ended))
+        self._out(f"  {'canary':<17} engines and trainer differed by at most {self._largest_canary:.1e} per token")
+
+    def close(self) -> None:
+        self._journal.close()

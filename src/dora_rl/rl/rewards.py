@@ -1,0 +1,170 @@
+"""What an answer is worth: the reward function of the demo, and how functions are loaded, checked and added up.
+
+Knows texts and columns of one prompt group; knows nothing of processes, time limits or advantages.
+"""
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol, cast
+
+from dora_rl.rl.errors import RewardError
+
+ASKED_FORM = "Answer: "
+"""How the last line of an answer begins; `tasks.INSTRUCTION` asks for it."""
+
+
+class RewardFunction(Protocol):
+    """One number per completion, or None for a completion that it does not judge.
+
+    Every argument is a list with one entry per completion; `columns` are the data set's other columns, repeated.
+    """
+
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> Sequence[float | None]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What one completion is worth."""
+
+    value: float | None
+    """The sum over the functions that judged it; None when none did."""
+
+    values: Mapping[str, float | None]
+    """By function."""
+
+
+def exact_answer(
+    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
+) -> list[float]:
+    """1.0 when the last line is exactly `Answer: X` with X the column `answer`, else 0.0.
+
+    Only white space may follow. An earlier line, right or wrong, counts for nothing, so guessing several times gains
+    nothing; nor does saying more on the last line than the answer.
+    """
+    if "answer" not in columns:
+        raise RewardError(f'exact_answer needs a column "answer", got {sorted(columns)}; name the data\'s column so')
+    answers = [_reference(row, answer) for row, answer in enumerate(columns["answer"])]
+    return [
+        float(completion.rstrip().split("\n")[-1] == ASKED_FORM + answer)
+        for completion, answer in zip(completions, answers, strict=True)
+    ]
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """Import the function named `module:function`. Raises RewardError, one line, when there is none."""
+    module_name, colon, name = spec.partition(":")
+    if not (colon and module_name and name):
+        raise RewardError(
+            f"reward.functions takes module:function, got {spec!r}; for example dora_rl.rl.rewards:exact_answer"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise RewardError(
+            f"reward.functions: importing {module_name!r} raised {type(error).__name__}: {_one_line(error)}; "
+            "make it importable from where the run starts"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise RewardError(
+            f"reward.functions: {module_name} has no function {name!r}, only {known[:10]}; correct the name"
+        )
+    return cast(RewardFunction, function)  # `combine` checks what it returns, on every call
+
+
+def combine(
+    functions: Mapping[str, RewardFunction],
+    *,
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence[Any]],
+) -> list[Score]:
+    """Score one group with every function and add up the values; a None adds nothing, and nothing but None stays None.
+
+    Raises RewardError naming the function, and the row where there is one, when it raises or returns something else
+    than one finite number or None per completion.
+    """
+    count = len(completions)
+    for name, column in (("prompts", prompts), ("completion_ids", completion_ids), *columns.items()):
+        if len(column) != count:
+            raise RewardError(
+                f"{count} completions came with {len(column)} entries of {name!r}; pass one per completion"
+            )
+    by_function: dict[str, list[float | None]] = {}
+    for name, function in functions.items():
+        arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        try:
+            values = function(**arguments)
+        except Exception as error:
+            row = _first_failing_row(function, arguments, count)
+            where = "the whole group only" if row is None else f"row {row}"
+            cause = f"{type(error).__name__}: {_one_line(error)}"
+            raise RewardError(f"reward function {name} raised on {where}: {cause}; mend it or its data") from error
+        by_function[name] = _checked(name, values, count)
+    return [_add_up({name: values[row] for name, values in by_function.items()}) for row in range(count)]
+
+
+def _checked(name: str, values: Any, count: int) -> list[float | None]:
+    try:
+        rows = list(values)
+    except TypeError:
+        raise RewardError(
+            f"reward function {name} returned {type(values).__name__}; return a list, one number or None per completion"
+        ) from None
+    if len(rows) != count:
+        raise RewardError(
+            f"reward function {name} returned {len(rows)} values for {count} completions; return one each"
+        )
+    return [_number_or_none(name, row, value) for row, value in enumerate(rows)]
+
+
+def _number_or_none(name: str, row: int, value: Any) -> float | None:
+    if value is None:
+        return None
+    # numpy's and torch's scalars are numbers to everybody but isinstance.
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, Real):
+        raise RewardError(f"reward function {name}, row {row}: expected a number or None, got {value!r}")
+    if not math.isfinite(value):
+        raise RewardError(f"reward function {name}, row {row}: got {value}; return None for an answer it cannot judge")
+    return float(value)
+
+
+def _add_up(values: Mapping[str, float | None]) -> Score:
+    judged = [value for value in values.values() if value is not None]
+    return Score(value=sum(judged) if judged else None, values=values)
+
+
+def _first_failing_row(function: RewardFunction, arguments: Mapping[str, Sequence[Any]], count: int) -> int | None:
+    """Which completion alone makes it raise: an exception out of a list does not say."""
+    for row in range(count):
+        try:
+            function(**{name: [column[row]] for name, column in arguments.items()})  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001 - whatever the group raised, this row does it too
+            return row
+    return None
+
+
+def _reference(row: int, answer: Any) -> str:
+    text = str(answer).strip()
+    if not text or "\n" in text:
+        raise RewardError(
+            f"exact_answer, row {row}: the reference answer must be one line of text, got {answer!r}; mend the data"
+        )
+    return text
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

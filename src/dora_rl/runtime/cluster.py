@@ -1,0 +1,166 @@
+"""Ray: where the processes of a run come from, on one machine and on many.
+
+Starts or joins a cluster, starts one actor per rollout instance, and stands behind the ports with their handles. What
+the trainer's actor is made of is the caller's business.
+"""
+
+import os
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from dora_rl.config import Config
+from dora_rl.core.types import InstanceDescriptor, InstanceId, Version
+from dora_rl.runtime.instance import Instance
+from dora_rl.runtime.ports import (
+    GenerateRequest,
+    GenerateResult,
+    LoadReport,
+    Partial,
+    ProcessLost,
+    StepReport,
+)
+from dora_rl.wire.errors import RemoteError
+from dora_rl.wire.rollouts import Trajectory
+from dora_rl.wire.weights import Manifest
+
+CPU_ENVIRONMENT = {
+    # Engines and trainer share the cores; a thread that spins while it waits takes one from somebody who computes.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+}
+
+
+def start_cluster(config: Config, *, model_bytes: int) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine for the length of this process."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        ray.init(address=address, log_to_driver=False)
+        return
+    # Live versions: K + 1 that answers may be of, one being published, one being read.
+    versions = config.schedule.max_staleness_versions + 3
+    ray.init(
+        # A promise to Ray, not a limit: on a small machine the processes take turns on the cores there are.
+        num_cpus=max(os.cpu_count() or 1, _cpus_asked(config)),
+        object_store_memory=max(versions * model_bytes, 256 * 2**20),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
+
+
+def stop_cluster() -> None:
+    ray.shutdown()
+
+
+def start_engines(config: Config, model_dir: str) -> dict[InstanceId, "RemoteEngine"]:
+    """One actor per instance; none of them has started its engine yet."""
+    rollout = config.rollout
+    environment = dict(CPU_ENVIRONMENT) if not rollout.gpus_per_instance else {}
+    environment["OMP_NUM_THREADS"] = str(rollout.cpus_per_instance)
+    actor = ray.remote(Instance).options(
+        num_cpus=rollout.cpus_per_instance,
+        num_gpus=rollout.gpus_per_instance,
+        # Every running answer is one waiting call; the rest are loads and reports.
+        max_concurrency=rollout.slots + 16,
+        runtime_env={"env_vars": environment},
+    )
+    names = [InstanceId(f"engine-{index}") for index in range(rollout.instances)]
+    return {name: RemoteEngine(name, actor.remote(), config, model_dir) for name in names}
+
+
+def _cpus_asked(config: Config) -> int:
+    return config.rollout.instances * config.rollout.cpus_per_instance + config.train.threads + config.reward.workers
+
+
+async def call(reference: Awaitable[Any], who: str) -> Any:
+    """Await an actor's answer; its failure becomes one line. Raises RemoteError, or ProcessLost when the actor died."""
+    try:
+        return await reference
+    except RayActorError as error:
+        raise ProcessLost(f"{who} died: {' '.join(str(error).split())[:300]}") from error
+    except RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, Exception) else error
+        raise RemoteError(f"{who}: {' '.join(str(cause).split())[:600]}") from error
+    except RayError as error:
+        raise RemoteError(f"{who}: {' '.join(str(error).split())[:300]}") from error
+
+
+class RemoteEngine:
+    """An Instance in an actor of its own."""
+
+    def __init__(self, name: InstanceId, actor: Any, config: Config, model_dir: str) -> None:
+        self._name = name
+        self._actor = actor
+        self._config = config
+        self._model_dir = model_dir
+
+    async def start(self) -> InstanceDescriptor:
+        config = self._config
+        started = self._actor.start.remote(
+            self._name, self._model_dir, config.rollout, config.model.dtype, config.run.seed
+        )
+        descriptor: InstanceDescriptor = await call(started, self._name)
+        return descriptor
+
+    async def load(self, manifest: Manifest) -> LoadReport:
+        report: LoadReport = await call(self._actor.load.remote(manifest), self._name)
+        return report
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        result: GenerateResult = await call(self._actor.generate.remote(request), self._name)
+        return result
+
+    async def partials(self) -> Sequence[Partial]:
+        partials: Sequence[Partial] = await call(self._actor.partials.remote(), self._name)
+        return partials
+
+    async def measure_decode(self, *, batch: int, tokens: int, prompt: Sequence[int]) -> float:
+        measured = self._actor.measure_decode.remote(batch=batch, tokens=tokens, prompt=tuple(prompt))
+        rate: float = await call(measured, self._name)
+        return rate
+
+    async def shutdown(self) -> None:
+        try:
+            await call(self._actor.shutdown.remote(), self._name)
+        finally:
+            ray.kill(self._actor)
+
+
+class RemoteTrainer:
+    """The trainer's ranks in their actors; one in this step."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def accumulate(
+        self, *, iteration: int, attempt: int, group: Sequence[Trajectory], trained_version: Version
+    ) -> None:
+        await call(self._actor.accumulate.remote(iteration, attempt, group, trained_version), "the trainer")
+
+    async def step(self, *, iteration: int, attempt: int) -> StepReport:
+        report: StepReport = await call(self._actor.step.remote(iteration, attempt), "the trainer")
+        return report
+
+    async def publish(self, *, version: Version, parent: Version | None) -> Manifest:
+        manifest: Manifest = await call(self._actor.publish.remote(version, parent), "the trainer")
+        return manifest
+
+    async def export(self) -> None:
+        await call(self._actor.export.remote(), "the trainer")
+
+    async def measure_rate(self, groups: Sequence[Sequence[Trajectory]]) -> float:
+        rate: float = await call(self._actor.measure_rate.remote(groups), "the trainer")
+        return rate
+
+    async def shutdown(self) -> None:
+        ray.kill(self._actor)
+
+
+def trainer_options(config: Config) -> Mapping[str, Any]:
+    """How Ray should run the trainer's actor."""
+    environment = dict(CPU_ENVIRONMENT) if not config.rollout.gpus_per_instance else {}
+    environment["OMP_NUM_THREADS"] = str(config.train.threads)
+    return {"num_cpus": config.train.threads, "runtime_env": {"env_vars": environment}}

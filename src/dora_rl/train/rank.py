@@ -1,0 +1,109 @@
+"""What one trainer process does: the trainer, the publication of its weights, and a clock of when it was busy.
+
+`accumulate`, `step` and `export` come one after the other; `publish` may run beside `accumulate`, on a thread of its
+own. The scheduler sends no step while a version is being published, so the weights stand still under it.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from dora_rl.config import Config
+from dora_rl.core.types import Version
+from dora_rl.train.trainer import StepReport, Trainer
+from dora_rl.wire.rollouts import Trajectory
+from dora_rl.wire.weights import Manifest, Transport, prune, save_version, write_version
+
+
+class BusyClock:
+    """Seconds during which at least one activity ran; overlapping ones count once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._change(+1)
+        try:
+            yield
+        finally:
+            self._change(-1)
+
+    def take(self) -> float:
+        """Seconds since the last call; an activity under way counts up to now, and from now on."""
+        with self._lock:
+            self._settle()
+            seconds, self._seconds = self._seconds, 0.0
+            return seconds
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            self._settle()
+            self._active += by
+
+    def _settle(self) -> None:
+        now = time.monotonic()
+        if self._active:
+            self._seconds += now - self._since
+        self._since = now
+
+
+class TrainerRank:
+    def __init__(
+        self, config: Config, model_dir: Path, weights_dir: Path, export_dir: Path, transport: Transport
+    ) -> None:
+        self._trainer = Trainer(config, model_dir)
+        self._keep = config.audit.keep_versions
+        self._weights_dir = weights_dir
+        self._export_dir = export_dir
+        self._transport = transport
+        self._clock = BusyClock()
+        self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save-weights")
+        self._saving: Future[None] | None = None
+
+    def accumulate(self, iteration: int, attempt: int, group: Sequence[Trajectory], trained_version: int) -> None:
+        with self._clock.running():
+            self._trainer.accumulate(iteration + 1, attempt, group, trained_version)
+
+    def step(self, iteration: int, attempt: int) -> StepReport:
+        """`busy_s` of the report is everything since the last one: gradients, step and publication."""
+        with self._clock.running():
+            report = self._trainer.step(iteration + 1, attempt)
+        return replace(report, busy_s=self._clock.take())
+
+    def publish(self, version: Version, parent: Version | None) -> Manifest:
+        """Put the current weights into the store; the copy on disk follows behind.
+
+        Raises the error of the previous version's copy, if that failed.
+        """
+        with self._clock.running():
+            self._await_save()
+            tensors = self._trainer.state_tensors()
+            manifest = write_version(self._transport, version, parent, tensors, self._trainer.canary())
+        self._saving = self._saver.submit(self._save, manifest, tensors)
+        return manifest
+
+    def export(self) -> None:
+        self._await_save()
+        self._trainer.export(self._export_dir)
+
+    def measure_rate(self, groups: Sequence[Sequence[Trajectory]]) -> float:
+        return self._trainer.measure_rate(groups)
+
+    def _save(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        save_version(self._weights_dir / str(manifest.version), manifest, tensors)
+        prune(self._weights_dir, self._keep)
+
+    def _await_save(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()

@@ -1,0 +1,284 @@
+"""A run that kept its promises passes, however it went and however it ended; one changed value makes it fail."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from audit.builder import build_run, small_config
+from dora_rl.audit.history import AuditError
+from dora_rl.audit.judge import audit_run
+from dora_rl.bench.tamper import TAMPERINGS
+from dora_rl.core import messages as m
+from dora_rl.sim.world import RandomWorld, WorldConfig
+from dora_rl.wire.iteration_files import SCHEMA, read_records, write_records
+from dora_rl.wire.open_store import OpenStore
+
+CALM = WorldConfig(seed=5, slots=4, evaluation_answers=4)
+
+
+def stormy(seed: int) -> WorldConfig:
+    """Failures of every kind, a lost engine with its replacement, a lost trainer rank."""
+    world = WorldConfig(seed=seed, slots=4, evaluation_answers=4, failure=0.1, failures=8, sigma=1.2)
+    joins = RandomWorld(world, max_tokens=1, group_size=1).joins(7, at=40.0)
+    lost = m.InstanceLost(at=35.0, instance="engine-0", reason="killed")
+    return replace(world, losses=(lost, joins, m.RankLost(at=55.0, reason="killed")))
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory) -> Path:
+    """A finished run; tests change copies of it."""
+    return build_run(tmp_path_factory.mktemp("audit") / "run", small_config(), CALM).path
+
+
+@pytest.fixture
+def run(whole_run, tmp_path) -> Path:
+    return Path(shutil.copytree(whole_run, tmp_path / "run"))
+
+
+def problems(run: Path) -> list[str]:
+    report = audit_run(run)
+    assert (report.verdict == "fail") == bool(report.problems)
+    return report.problems
+
+
+def change_journal(run: Path, change: Callable[[dict[str, Any]], bool]) -> None:
+    """Apply `change` to the journal's entries until it says that it has changed one."""
+    lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    assert any(change(entry) for entry in lines[1:]), "nothing in this journal to change"
+    (run / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_with_failures_and_losses_passes_and_every_group_is_in_the_ledger(tmp_path, seed):
+    build_run(tmp_path / "run", small_config(), stormy(seed))
+    report = audit_run(tmp_path / "run")
+    assert report.problems == []
+    ledger = dict(report.c2)
+    assert ledger.pop("dispatched") == sum(ledger.values()) > 8
+    assert ledger["trained"] == 8
+    assert report.c3["bound"] == 2
+    assert 0 <= (report.c3["max"] or 0) <= 2
+
+
+@pytest.mark.parametrize("killed_after", [0, 1, 7, 20, 40, 60, 80])
+def test_a_run_that_was_killed_at_any_moment_passes_with_its_unfinished_groups_counted(tmp_path, killed_after):
+    run = build_run(tmp_path / "run", small_config(), CALM, killed_after=killed_after)
+    with run.journal.open("ab") as journal:
+        journal.write(b'{"event":{"type":"Gener')
+    report = audit_run(run.path)
+    assert report.problems == []
+    assert any("the run was killed there" in note for note in report.notes)
+    ledger = dict(report.c2)
+    assert ledger.pop("dispatched") == sum(ledger.values())
+
+
+def test_an_interrupted_run_passes_and_its_unfinished_groups_are_counted_as_interrupted(tmp_path):
+    world = replace(CALM, losses=(m.Interrupted(at=60.0),))
+    run = build_run(tmp_path / "run", small_config(), world)
+    report = audit_run(run.path)
+    assert report.problems == []
+    assert report.c2["interrupted"] > 0
+    assert report.c2["running"] == report.c2["ready"] == report.c2["seated"] == 0
+
+
+def test_the_synchronous_strategy_promises_staleness_zero_whatever_the_setting_says(tmp_path):
+    build_run(tmp_path / "run", small_config(strategy="sync"), CALM)
+    assert audit_run(tmp_path / "run").c3 == {"bound": 0, "max": 0}
+
+
+def test_the_report_has_exactly_the_documented_keys_and_reads_well(whole_run):
+    report = audit_run(whole_run)
+    read = json.loads(report.dumps())
+    assert list(read) == ["verdict", "c1", "c2", "c3", "recomputed", "problems"]
+    assert list(read["c2"]) == [
+        *("dispatched", "running", "ready", "seated", "trained", "filtered", "failed", "interrupted", "rolled_back")
+    ]
+    assert list(read["c3"]) == ["bound", "max"]
+    text = report.to_text().splitlines()
+    assert text[0] == "verdict: pass"
+    assert "8 trained" in text[2]
+    assert text[3].endswith(f"largest {report.c3['max']}, bound 2 versions")
+
+
+# --- falsified runs ---
+
+
+@pytest.mark.parametrize("tamper", TAMPERINGS, ids=lambda tamper: tamper.__name__)
+def test_each_of_the_five_falsifications_makes_the_audit_fail_and_is_named(run, tamper):
+    assert problems(run) == []
+    done = tamper(run)
+    found = problems(run)
+    assert any(f"{done.name} " in problem for problem in found), f"{done.what}: {found}"
+    text = audit_run(run).to_text()
+    assert text.startswith("verdict: fail")
+    assert done.name in text
+
+
+def changed(column: str, value: Any, rng: Random) -> Any:
+    """Another value of the same type."""
+    match column, value:
+        case "status", str():
+            return rng.choice([other for other in ("trained", "filtered", "failed") if other != value])
+        case (("reward" | "advantage"), None):
+            return 0.5
+        case _, int():
+            return value + rng.choice([-1, 1, 100])
+        case _, float():
+            return value + rng.choice([-0.25, 0.25])
+        case "extras", str():
+            return json.dumps(json.loads(value) | {rng.choice(["rollout", "note"]): 10**6})
+        case _, str():
+            return value + "x"
+        case "rewards", list():
+            return [(value[0][0], 0.123)]
+        case "segments", list():
+            field = rng.choice(["version", "instance", "start", "end"])
+            return [value[0] | {field: changed(field, value[0][field], rng)}, *value[1:]]
+        case "logprobs", list():
+            i = rng.randrange(len(value))
+            return [*value[:i], float(np.nextafter(np.float32(value[i]), np.float32(-9))), *value[i + 1 :]]
+        case _, list():
+            i = rng.randrange(len(value))
+            return rng.choice([value[:i] + value[i + 1 :], [*value[:i], value[i] + 1, *value[i + 1 :]], [*value, 7]])
+    raise AssertionError(f"no way to change {column} = {value!r}")
+
+
+@settings(max_examples=40)  # each one waits for the disk
+@given(column=st.sampled_from(SCHEMA.names), seed=st.integers(0, 10**6))
+def test_any_changed_field_of_any_trajectory_is_found(whole_run, column, seed):
+    rng = Random(seed)
+    path = rng.choice(sorted((whole_run / "rollouts").iterdir()))
+    before = path.read_bytes()
+    records = read_records(path)
+    record = rng.choice(records)
+    record[column] = changed(column, record[column], rng)
+    try:
+        write_records(path, records)
+        assert problems(whole_run)
+    finally:
+        path.write_bytes(before)
+    assert problems(whole_run) == []
+
+
+def test_a_deleted_file_a_repeated_group_and_a_stranger_in_the_folder_are_found(run):
+    files = sorted((run / "rollouts").iterdir())
+    first = files[0].read_bytes()
+    groups = {record["group_id"] for record in read_records(files[0])}
+    files[0].unlink()
+    assert {f"C2: group {group} was closed" for group in groups} == {
+        problem.rpartition(" as ")[0] for problem in problems(run)
+    }
+    files[0].write_bytes(first)
+    (run / "rollouts" / "9.parquet").write_bytes(first)
+    assert any("is 2 times in rollouts/0.parquet, expected once" in problem for problem in problems(run))
+    (run / "rollouts" / "9.parquet").rename(run / "rollouts" / "copy.parquet")
+    assert "named after no iteration" in "".join(problems(run))
+    (run / "rollouts" / "copy.parquet").write_bytes(b"PAR1")
+    assert len(problems(run)) == 1
+
+
+def test_a_group_that_open_db_lost_or_changed_is_found(tmp_path):
+    run = build_run(tmp_path / "run", small_config(), CALM, killed_after=40)
+    with OpenStore(run.open_db) as store:
+        (name, *_) = store.group_ids()
+        group = store.get_group(name)
+        store.put_group([replace(group[0], prompt_id="another"), *group[1:]])
+        assert any(f"trajectory {group[0].rollout} (member 0 of group {name})" in text for text in problems(run.path))
+        store.remove([name])
+        assert f"C2: group {name} was scored and is in no file" in "".join(problems(run.path))
+        store.put_group([replace(one, group_id=999) for one in group])
+        assert "C2: group 999 is in open.db, but the journal never dispatched it" in problems(run.path)
+
+
+def test_an_answer_under_a_version_that_its_instance_never_loaded_is_found(run):
+    def unload(entry: dict[str, Any]) -> bool:
+        event = entry["event"]
+        if event["type"] != "Loaded" or event["version"] != 1:
+            return False
+        event["version"] = 0
+        return True
+
+    change_journal(run, unload)
+    assert any("which held no version 1" in problem for problem in problems(run))
+
+
+def test_an_answer_relabelled_with_the_version_that_came_back_is_found(run):
+    # Regression 2.
+    def relabel(entry: dict[str, Any]) -> bool:
+        event = entry["event"]
+        if event["type"] == "Generated":
+            event["version"] += 1
+        return bool(event["type"] == "Generated")
+
+    change_journal(run, relabel)
+    assert any("asked of version 0, answered by 1" in problem for problem in problems(run))
+
+
+def test_a_step_that_made_no_version_but_is_counted_as_one_is_found(run):
+    def not_improved(entry: dict[str, Any]) -> bool:
+        improved = entry["event"].get("improved", False)
+        entry["event"]["improved"] = False
+        return bool(improved)
+
+    change_journal(run, not_improved)
+    assert any(problem.startswith("C3: ") and "recounted" in problem for problem in problems(run))
+
+
+def test_a_group_that_no_file_and_no_journal_line_mentions_again_is_found(run):
+    """C2 against a run that forgets: the first group's answers never come, and the run ends all the same."""
+
+    def forget(entry: dict[str, Any]) -> bool:
+        for command in entry["commands"]:
+            if command["type"] == "Close" and command["trained"]:
+                command["trained"].pop()
+                return True
+        return False
+
+    change_journal(run, forget)
+    assert any("although the run came to its end" in problem or "never closed" in problem for problem in problems(run))
+
+
+def test_a_relaxed_bound_in_the_configuration_does_not_match_the_journals_hash(run):
+    text = (run / "config.toml").read_text()
+    assert "max_staleness_versions = 2" in text
+    (run / "config.toml").write_text(text.replace("max_staleness_versions = 2", "max_staleness_versions = 3"))
+    (problem,) = problems(run)
+    assert problem.startswith("config.toml has hash ")
+
+
+def test_a_bound_below_what_was_trained_is_a_broken_promise_that_names_the_trajectories(tmp_path, whole_run):
+    assert audit_run(whole_run).c3["max"] == 2
+    text = (whole_run / "config.toml").read_text()
+    run = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    (run / "config.toml").write_text(text.replace("max_staleness_versions = 2", "max_staleness_versions = 1"))
+    late = [problem for problem in problems(run) if problem.startswith("C3: trajectory ")]
+    assert late
+    assert all("2 versions old, the bound is 1" in problem for problem in late)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.toml", None, "name an existing TOML file"),
+        ("journal.jsonl", None, "name a run's folder"),
+        ("journal.jsonl", "", "has no header"),
+        ("journal.jsonl", '{"config_hash": "x"}\n{"event"\n', "line 2: .*; the journal was damaged, restore it"),
+        ("journal.jsonl", '{"config_hash": "x"}\n{"commands": []}\n', "line 2: KeyError"),
+    ],
+)
+def test_a_folder_that_cannot_be_judged_is_an_error_in_one_line(run, name, text, said):
+    (run / name).unlink()
+    if text is not None:
+        (run / name).write_text(text)
+    with pytest.raises(AuditError, match=said) as error:
+        audit_run(run)
+    assert "\n" not in str(error.value)
