@@ -63,6 +63,6 @@ def test_the_gradient_is_that_of_automatic_differentiation(model, reference, rag
 
 
 def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="model.path must name") as error:
+    with pytest.raises(ConfigError, match=r"model\.path must name") as error:
         load_model(tmp_path)
     assert "\n" not in str(error.value)

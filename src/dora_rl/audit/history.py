@@ -86,8 +86,8 @@ class History:
         self.written: set[int] = set()
         """Iterations whose file the journal says is written."""
         self.closed: dict[int, Message] = {}
-        self.trained_at: dict[int, int] = {}
-        """Version that the trainer held when it stepped, by iteration."""
+        self.stepped: dict[int, tuple[int, list[int]]] = {}
+        """By iteration: the version that the trainer held when it stepped, and the batch's groups."""
         self.interrupted = False
         self.finished = False
         """The run came to its proper end: nothing may be unfinished."""
@@ -192,7 +192,7 @@ class History:
         if step is None or (step["iteration"], step["attempt"]) != (event["iteration"], event["attempt"]):
             return  # late, of an attempt whose rank was lost
         self._step = None
-        self.trained_at[step["iteration"]] = self._trained
+        self.stepped[step["iteration"]] = (self._trained, step["groups"])
         for name in step["groups"]:
             if self.groups[name].seat != step["attempt"]:
                 self.problems.append(f"C2: group {name} was stepped in iteration {step['iteration']} without a seat")
@@ -252,10 +252,16 @@ class History:
 
     def _close(self, command: Message) -> None:
         iteration = command["iteration"]
-        if iteration in self.closed or command["trained_at"] != self.trained_at.get(iteration):
+        # When the data end in the middle of a batch, what was filtered since is closed without a step.
+        trained_at, groups = self.stepped.get(iteration, (self._trained, []))
+        if iteration in self.closed or command["trained_at"] != trained_at:
             self.problems.append(
-                f"C3: iteration {iteration} was closed as trained at version {command['trained_at']}, "
-                f"recounted {self.trained_at.get(iteration)}"
+                f"C3: iteration {iteration} was closed {'again ' if iteration in self.closed else ''}as trained at "
+                f"version {command['trained_at']}, recounted {trained_at}"
+            )
+        for name in sorted(set(groups) ^ set(command["trained"])):
+            self.problems.append(
+                f"C2: group {name} was not both stepped and closed as trained in iteration {iteration}"
             )
         self.closed[iteration] = command
         for status in ("trained", "filtered", "failed"):

@@ -1,21 +1,19 @@
 """Scores stored trajectories again, with plain `transformers`, under the kept weights of the run.
 
-The recorded log-probabilities must belong to the version that is stamped on the trajectory and to no other. Shares
-nothing with the trainer's way of computing them: no prefix sharing, no packing, one answer at a time.
+The recorded log-probabilities must belong to the version that is stamped on the trajectory and to no other.
 """
 
 from collections.abc import Mapping, Sequence
-from math import fsum
 from pathlib import Path
 from random import Random
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dora_rl.audit.report import Recomputed
 from dora_rl.config import Config
+from dora_rl.train.score import score
 from dora_rl.wire.iteration_files import RolloutRow
 from dora_rl.wire.rollouts import Trajectory
 from dora_rl.wire.weights import load_saved, saved_versions
@@ -36,7 +34,6 @@ def recompute_logprobs(
     """Score `count` trajectories, drawn by the run's seed and spread over the kept versions; and what is wrong."""
     try:
         kept = saved_versions(folder / "weights")
-        architecture = find_architecture(folder, config)
     except (OSError, ValueError) as error:
         return [], [f"recompute: {error}"]
     drawn = draw([row.trajectory for row in rows], list(kept), count, seed=config.run.seed)
@@ -46,23 +43,18 @@ def recompute_logprobs(
             f"recompute: {count} trajectories were asked for, but only {len(drawn)} belong to the kept versions "
             f"{sorted(kept)}; ask for fewer, or keep more (audit.keep_versions)"
         )
-    blank = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        AutoConfig.from_pretrained(architecture, local_files_only=True)
-    )
-    model: PreTrainedModel = blank.to(torch.float32).eval()
     checksums: dict[int, str] = {}
     diffs: dict[int, dict[int, Tensor]] = {one.rollout: {} for one in drawn}
     for version, weights in kept.items():
         try:
-            saved, tensors = load_saved(weights)
-            fill(model, tensors)
+            checksums[version] = load_saved(weights)[0].checksum
+            scores = score(folder / "model", weights, drawn, config.rollout.temperature)
         except (OSError, ValueError, SafetensorError) as error:
-            problems.append(f"recompute: {error}")
+            checksums.pop(version, None)
+            problems.append(f"recompute: version {version}: {error}")
             continue
-        checksums[version] = saved.checksum
-        for one in drawn:
-            recorded = torch.tensor(one.logprobs, dtype=torch.float32)
-            diffs[one.rollout][version] = (score(model, one, config.rollout.temperature) - recorded).abs()
+        for one, again in zip(drawn, scores, strict=True):
+            diffs[one.rollout][version] = (torch.tensor(again) - torch.tensor(one.logprobs)).abs()
     # A version whose weights could not be read has said what is wrong; its trajectories cannot be compared.
     readable = [one for one in drawn if one.version in checksums]
     return judge(readable, checksums, diffs, problems), problems
@@ -123,40 +115,5 @@ def draw(trajectories: Sequence[Trajectory], versions: Sequence[int], count: int
     return drawn
 
 
-def find_architecture(folder: Path, config: Config) -> Path:
-    """The folder whose config.json says what kind of model the weights are of. Raises ValueError when there is none."""
-    places = (folder / "weights", folder / "export", Path(config.model.path))
-    for place in places:
-        if (place / "config.json").is_file():
-            return place
-    raise ValueError(
-        f"found the model's config.json in none of {', '.join(map(str, places))}; "
-        "audit on the machine of the run, or without --recompute"
-    )
-
-
-def fill(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Put saved weights into the model. Raises ValueError unless they are exactly its own."""
-    with torch.no_grad():
-        missing, unexpected = model.load_state_dict(dict(tensors), strict=False)
-    # A tied output layer is saved once, under the embedding's name.
-    absent = set(missing) - set(model._tied_weights_keys or ())
-    if absent or unexpected:
-        raise ValueError(
-            f"the saved weights lack {sorted(absent)} and have {sorted(unexpected)} too many for the model"
-        )
-    model.tie_weights()
-
-
-def score(model: PreTrainedModel, trajectory: Trajectory, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) of each completion token, in nats, float32 [T]."""
-    completion_T = torch.tensor(trajectory.completion_token_ids)
-    input_L = torch.tensor([*trajectory.prompt_token_ids, *trajectory.completion_token_ids])
-    with torch.no_grad():
-        # The logits before each completion token, and one more set after the last, which nothing is compared with.
-        logits_TV: Tensor = model(input_L[None], use_cache=False, logits_to_keep=len(completion_T) + 1).logits[0, :-1]
-    return (logits_TV / temperature).log_softmax(-1).gather(-1, completion_T[:, None])[:, 0]
-
-
 def _mean(parts: Sequence[Tensor]) -> float:
-    return fsum(float(part.sum()) for part in parts) / sum(map(len, parts))
+    return float(torch.cat(list(parts)).double().mean())

@@ -122,7 +122,7 @@ class Planner:
         return not self.state.unseated and not self.state.prompts_left
 
     def _serve(self) -> None:
-        """Place what waits: where its version is held, else on an idle instance that loads it; drain one if it is due."""
+        """Place what waits: where its version is held, else on an idle instance that loads it; drain one if due."""
         state = self.state
         for name in [name for name in state.draining if policy.drain_is_over(state, name)]:
             del state.draining[name]

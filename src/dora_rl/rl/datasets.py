@@ -147,7 +147,7 @@ class TaskStream:
                 f"{self._max_prompt_tokens} tokens; raise it or lower data.worked_examples"
             )
         raise DataError(
-            f"task {task.name} has too few different questions for {key[0]} prompts ({len(asked)} are held out so far); "
+            f"task {task.name} has too few different questions for {key[0]} prompts ({len(asked)} held out so far); "
             "lower eval.prompts or name more tasks"
         )
 
@@ -196,8 +196,8 @@ class RowStream:
         contents = sorted({row.content for row, _ in fitting}, key=lambda content: _number("split", content))
         if len(contents) <= held_out:
             raise DataError(
-                f"{name}: {len(contents)} different prompts fit rollout.max_prompt_tokens = {max_prompt_tokens}, but one "
-                f"must be left to train on beside {held_out} held out; lower eval.prompts, raise the limit or add rows"
+                f"{name}: {len(contents)} different prompts fit rollout.max_prompt_tokens = {max_prompt_tokens}, not "
+                f"more than the {held_out} held out; lower eval.prompts, raise the limit or add rows"
             )
         chosen = set(contents[:held_out])
         # Of equal held-out rows the first is asked; all of them are kept out of training.

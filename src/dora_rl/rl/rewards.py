@@ -60,6 +60,14 @@ def exact_answer(
     ]
 
 
+def digit_share(
+    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
+) -> list[float]:
+    """The share of digits among an answer's characters, 0 to 1: a goal that even random weights can learn, for
+    trying out an installation."""
+    return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
+
+
 def load_reward(spec: str) -> RewardFunction:
     """Import the function named `module:function`. Raises RewardError, one line, when there is none."""
     module_name, colon, name = spec.partition(":")
@@ -151,7 +159,7 @@ def _first_failing_row(function: RewardFunction, arguments: Mapping[str, Sequenc
     """Which completion alone makes it raise: an exception out of a list does not say."""
     for row in range(count):
         try:
-            function(**{name: [column[row]] for name, column in arguments.items()})  # type: ignore[arg-type]
+            function(**{name: [column[row]] for name, column in arguments.items()})
         except Exception:  # noqa: BLE001 - whatever the group raised, this row does it too
             return row
     return None

@@ -24,7 +24,7 @@ from dora_rl.runtime.ports import (
 )
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.rollouts import Trajectory
-from dora_rl.wire.weights import Manifest
+from dora_rl.wire.weights import Manifest, RayTransport
 
 CPU_ENVIRONMENT = {
     # Engines and trainer share the cores; a thread that spins while it waits takes one from somebody who computes.
@@ -68,7 +68,7 @@ def start_engines(config: Config, model_dir: str) -> dict[InstanceId, "RemoteEng
         runtime_env={"env_vars": environment},
     )
     names = [InstanceId(f"engine-{index}") for index in range(rollout.instances)]
-    return {name: RemoteEngine(name, actor.remote(), config, model_dir) for name in names}
+    return {name: RemoteEngine(name, actor.remote(RayTransport()), config, model_dir) for name in names}
 
 
 def _cpus_asked(config: Config) -> int:
@@ -141,11 +141,19 @@ class RemoteTrainer:
         await call(self._actor.accumulate.remote(iteration, attempt, group, trained_version), "the trainer")
 
     async def step(self, *, iteration: int, attempt: int) -> StepReport:
-        report: StepReport = await call(self._actor.step.remote(iteration, attempt), "the trainer")
-        return report
+        report = await call(self._actor.step.remote(iteration, attempt), "the trainer")
+        return StepReport(
+            improved=report.stepped,
+            busy_s=report.busy_s,
+            tokens=report.tokens,
+            stats=report.stats,
+            advantages=report.advantages,
+        )
 
     async def publish(self, *, version: Version, parent: Version | None) -> Manifest:
-        manifest: Manifest = await call(self._actor.publish.remote(version, parent), "the trainer")
+        # Beside `accumulate`, which may take long.
+        publication = self._actor.publish.options(concurrency_group="publish").remote(version, parent)
+        manifest: Manifest = await call(publication, "the trainer")
         return manifest
 
     async def export(self) -> None:

@@ -10,7 +10,7 @@ with the reason), never the run its loop, and never turns into a 0. A pool that 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
