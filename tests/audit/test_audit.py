@@ -90,6 +90,14 @@ def test_an_interrupted_run_passes_and_its_unfinished_groups_are_counted_as_inte
     assert report.c2["running"] == report.c2["ready"] == report.c2["seated"] == 0
 
 
+@pytest.mark.parametrize("prompts", [0, 1, 3, 5])
+def test_a_run_whose_data_end_passes_with_every_prompt_in_the_ledger(tmp_path, prompts):
+    run = build_run(tmp_path / "run", small_config(), replace(CALM, prompts=prompts, equal_rewards=0.5))
+    report = audit_run(run.path)
+    assert report.problems == []
+    assert report.c2["dispatched"] == report.c2["trained"] + report.c2["filtered"] + report.c2["failed"] == prompts
+
+
 def test_the_synchronous_strategy_promises_staleness_zero_whatever_the_setting_says(tmp_path):
     build_run(tmp_path / "run", small_config(strategy="sync"), CALM)
     assert audit_run(tmp_path / "run").c3 == {"bound": 0, "max": 0}
@@ -152,8 +160,9 @@ def changed(column: str, value: Any, rng: Random) -> Any:
     raise AssertionError(f"no way to change {column} = {value!r}")
 
 
-@settings(max_examples=40)  # each one waits for the disk
-@given(column=st.sampled_from(SCHEMA.names), seed=st.integers(0, 10**6))
+@pytest.mark.parametrize("column", SCHEMA.names)
+@settings(max_examples=3)  # each one waits for the disk
+@given(seed=st.integers(0, 10**6))
 def test_any_changed_field_of_any_trajectory_is_found(whole_run, column, seed):
     rng = Random(seed)
     path = rng.choice(sorted((whole_run / "rollouts").iterdir()))
@@ -166,7 +175,6 @@ def test_any_changed_field_of_any_trajectory_is_found(whole_run, column, seed):
         assert problems(whole_run)
     finally:
         path.write_bytes(before)
-    assert problems(whole_run) == []
 
 
 def test_a_deleted_file_a_repeated_group_and_a_stranger_in_the_folder_are_found(run):

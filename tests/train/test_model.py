@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, CohereForCausalLM
 
 from dora_rl.config import ConfigError
 from dora_rl.train import model as model_module
@@ -66,3 +66,12 @@ def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path must name") as error:
         load_model(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_that_scales_its_logits_afterwards_is_refused(tmp_path):
+    config = CohereConfig(
+        vocab_size=84, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, logit_scale=0.1
+    )
+    CohereForCausalLM(config).save_pretrained(tmp_path / "cohere")
+    with pytest.raises(ConfigError, match="CohereForCausalLM changes its logits after the output layer"):
+        load_model(tmp_path / "cohere")

@@ -2,17 +2,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.train.tree import PrefixTree, build_tree
+from dora_rl.train.tree import PrefixTree, TokenPair, build_tree
 
 
-class Answer:
-    def __init__(self, prompt, completion):
-        self.prompt_token_ids = tuple(prompt)
-        self.completion_token_ids = tuple(completion)
+def answer(prompt, completion):
+    return TokenPair(tuple(prompt), tuple(completion))
 
 
 tokens = st.integers(0, 2)  # few, so that prefixes are often shared
-answers = st.builds(Answer, st.lists(tokens, min_size=1, max_size=5), st.lists(tokens, max_size=5))
+answers = st.builds(answer, st.lists(tokens, min_size=1, max_size=5), st.lists(tokens, max_size=5))
 batches = st.lists(st.lists(answers, min_size=1, max_size=4), max_size=4)
 
 
@@ -30,10 +28,10 @@ def seen_from(tree: PrefixTree, node: int) -> list[int]:
 def test_every_completion_token_is_predicted_from_its_own_context_and_nothing_else(groups, share):
     tree = build_tree(groups, share=share)
     wanted = [
-        ([*answer.prompt_token_ids, *answer.completion_token_ids[:i]], token)
+        ([*member.prompt_token_ids, *member.completion_token_ids[:i]], token)
         for group in groups
-        for answer in group
-        for i, token in enumerate(answer.completion_token_ids)
+        for member in group
+        for i, token in enumerate(member.completion_token_ids)
     ]
     predictors = tree.predictors_N[tree.predictor_T].tolist()
     assert [(seen_from(tree, p), t) for p, t in zip(predictors, tree.targets_T.tolist(), strict=True)] == wanted
@@ -42,36 +40,36 @@ def test_every_completion_token_is_predicted_from_its_own_context_and_nothing_el
 @given(batches)
 def test_a_shared_tree_computes_every_context_once(groups):
     contexts = {
-        (*answer.prompt_token_ids, *answer.completion_token_ids)[:n]
+        (*member.prompt_token_ids, *member.completion_token_ids)[:n]
         for group in groups
-        for answer in group
-        if answer.completion_token_ids
-        for n in range(1, len(answer.prompt_token_ids) + len(answer.completion_token_ids))
+        for member in group
+        if member.completion_token_ids
+        for n in range(1, len(member.prompt_token_ids) + len(member.completion_token_ids))
     }
     assert build_tree(groups, share=True).num_tokens == len(contexts)
 
 
 def test_a_prompt_is_computed_once_for_its_group_and_the_last_token_of_an_answer_not_at_all():
-    group = [Answer([1, 2, 3], [4, 9]), Answer([1, 2, 3], [5, 9])]
+    group = [answer([1, 2, 3], [4, 9]), answer([1, 2, 3], [5, 9])]
     assert build_tree([group], share=True).token_ids_L.tolist() == [1, 2, 3, 4, 5]
     assert build_tree([group], share=False).token_ids_L.tolist() == [1, 2, 3, 4, 1, 2, 3, 5]
 
 
 def test_a_group_attends_to_the_prefix_that_an_earlier_group_computed():
-    tree = build_tree([[Answer([1, 2, 3], [9])], [Answer([1, 2, 7, 8], [9])]], share=True)
+    tree = build_tree([[answer([1, 2, 3], [9])], [answer([1, 2, 7, 8], [9])]], share=True)
     assert tree.token_ids_L.tolist() == [1, 2, 3, 7, 8]
     assert tree.blocks[1].keys_K.tolist() == [0, 1, 3, 4]
 
 
 def test_an_end_token_inside_an_answer_is_a_token_like_any_other():
-    tree = build_tree([[Answer([1], [2, 2, 5, 2])]], share=True)
+    tree = build_tree([[answer([1], [2, 2, 5, 2])]], share=True)
     assert tree.targets_T.tolist() == [2, 2, 5, 2]
 
 
 def test_an_empty_answer_adds_nothing():
-    assert build_tree([[Answer([1, 2], [])]], share=True).num_tokens == 0
+    assert build_tree([[answer([1, 2], [])]], share=True).num_tokens == 0
 
 
 def test_an_answer_to_nothing_is_refused():
     with pytest.raises(ValueError, match="a prompt of one token or more"):
-        build_tree([[Answer([], [1])]], share=True)
+        build_tree([[answer([], [1])]], share=True)

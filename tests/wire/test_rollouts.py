@@ -182,6 +182,15 @@ def test_a_group_is_durable_when_put_group_returns_even_if_the_store_is_never_cl
     store.close()
 
 
+def test_reading_a_closed_store_leaves_nothing_beside_it(tmp_path):
+    with OpenStore(tmp_path / "open.db") as store:
+        store.put_group([ONE])
+    store.close()
+    with OpenStore(tmp_path / "open.db", read_only=True) as store:
+        assert store.get_group(4) == (ONE,)
+    assert [path.name for path in tmp_path.iterdir()] == ["open.db"]
+
+
 def test_a_file_that_is_no_store_and_one_that_is_no_iteration_are_errors_in_one_line(tmp_path):
     for name in ("open.db", "0.parquet"):
         (tmp_path / name).write_text("something else entirely, and long enough to have a header")

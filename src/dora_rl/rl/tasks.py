@@ -219,7 +219,7 @@ RECIPES: dict[str, Task] = {
         Task("letter_counting_short", "letter_counting", {"min_words": 1, "max_words": 3}, _letter_counting),
         Task("letter_counting_steps", "letter_counting", {"min_words": 3, "max_words": 10}, _letter_counting_steps),
         Task("products", "products", {"min_terms": 2, "max_terms": 3, **DIGITS}, _arithmetic),
-        Task("products2", "products", {"min_terms": 2, "max_terms": 2, **DIGITS}, _arithmetic),
+        Task("products_of_digits", "products", {"min_terms": 2, "max_terms": 2, **DIGITS}, _arithmetic),
         Task("chain_sum", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, _arithmetic),
         Task("chain_sum3", "chain_sum", {"min_terms": 3, "max_terms": 3, **DIGITS}, _arithmetic),
         Task("chain_sum_steps", "chain_sum", {"min_terms": 3, "max_terms": 8, **DIGITS}, _chain_sum_steps),

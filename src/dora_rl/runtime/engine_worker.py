@@ -14,10 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from dora_rl.runtime.staging import Slot, staged_tensors
-
-OWNER_VARIABLE = "DORA_RL_ENGINE_OWNER"
-"""Environment variable with the process id of the instance that an engine belongs to."""
+from dora_rl.runtime.staging import OWNER_VARIABLE, Slot, staged_tensors
 
 
 class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are untyped to us

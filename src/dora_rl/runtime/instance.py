@@ -70,16 +70,16 @@ class Instance:
     async def start(
         self, instance: InstanceId, model_dir: str, rollout: RolloutConfig, dtype: str, seed: int
     ) -> InstanceDescriptor:
-        """Start the engine (seconds; the loop is blocked, as nothing can be asked yet). `seed` must differ per instance.
+        """Start the engine (seconds; the loop is blocked, as nothing can be asked yet).
 
-        Raises RemoteError when the engine does not come up.
+        `seed` seeds its sampling and must differ from instance to instance. Raises RemoteError when the engine does not come up.
         """
         if self._engine is not None:
             raise ProtocolError(f"{instance}: started twice; start another instance instead")
         self._name, self._rollout, self._tolerance = instance, rollout, CANARY_TOLERANCE[dtype]
         try:
             self._engine = start_engine(model_dir, rollout, dtype, seed)
-        except Exception as error:  # noqa: BLE001 - whatever vLLM raises, the cause goes to the driver in one line
+        except Exception as error:
             raise RemoteError(f"{instance}: the engine did not start on {model_dir}: {_one_line(error)}") from error
         return describe(self._engine, rollout, dtype)
 
@@ -92,7 +92,9 @@ class Instance:
         engine = self._running_engine()
         if self._answers or self._loading:
             busy = "another load runs" if self._loading else f"answers {sorted(self._answers)} run"
-            raise ProtocolError(f"{self._name}: version {manifest.version} cannot be loaded while {busy}; wait for them")
+            raise ProtocolError(
+                f"{self._name}: version {manifest.version} cannot be loaded while {busy}; wait for them"
+            )
         began = time.monotonic()
         self._version, self._loading = None, True
         try:
@@ -109,8 +111,8 @@ class Instance:
         # Written so that a NaN fails too.
         if not difference <= self._tolerance:
             raise RemoteError(
-                f"{self._name}: after loading version {manifest.version} the engine's log-probabilities differ from the "
-                f"trainer's by up to {difference:.3g}, at most {self._tolerance:g} expected; it serves other weights "
+                f"{self._name}: after loading version {manifest.version} the engine's log-probabilities differ from "
+                f"the trainer's by up to {difference:.3g}, at most {self._tolerance:g} expected; it serves other weights "
                 "than were published"
             )
         self._version = manifest.version
@@ -229,14 +231,16 @@ class Instance:
                     deadline.reschedule(clock.time() + patience)
         except TimeoutError as error:
             raise RemoteError(
-                f"{self._name}: rollout {request.rollout} got no token for rollout.no_progress_s = {patience:g} s after "
-                f"{len(answer.token_ids)}"
+                f"{self._name}: rollout {request.rollout} got no token for rollout.no_progress_s = {patience:g} s "
+                f"after {len(answer.token_ids)}"
             ) from error
         except EngineDeadError as error:
             codes = list(engine_processes(engine).values())
             raise ProcessLost(f"{self._name}: the engine's process is gone (exit codes {codes})") from error
         except EngineGenerateError as error:
-            raise RemoteError(f"{self._name}: rollout {request.rollout}: {_one_line(error.__cause__ or error)}") from error
+            raise RemoteError(
+                f"{self._name}: rollout {request.rollout}: {_one_line(error.__cause__ or error)}"
+            ) from error
 
     async def _hand_over(self, engine: "AsyncLLM", manifest: Manifest) -> None:
         staging = staged(self._transport, manifest, self._rollout.no_progress_s)

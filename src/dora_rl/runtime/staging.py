@@ -1,4 +1,4 @@
-"""Weights on their way from an instance into its engine's own process, both ends.
+"""What an instance and its engine's own process share: who owns whom, and weights on their way, both ends.
 
 The bytes lie in anonymous memory (memfd) that the engine maps through /proc: it has no name in /dev/shm, so
 nothing is left of it however either process ends.
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from dora_rl.wire.weights import Manifest, Transport, read_shards
+
+OWNER_VARIABLE = "DORA_RL_ENGINE_OWNER"
+"""Environment variable that tells an engine's process the process id of its instance."""
 
 _ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every element size."""
@@ -40,7 +43,7 @@ class Staged:
 
 @contextmanager
 def staged(transport: Transport, manifest: Manifest, timeout_s: float) -> Iterator[Staged]:
-    """A version's tensors, verified, in shared memory until the block ends. Raises RemoteError as `read_shards` does."""
+    """A version's tensors, verified, in shared memory until the block ends. Raises what `read_shards` raises."""
     slots, size = _layout(manifest)
     offsets = {slot["name"]: slot["offset"] for slot in slots}
     descriptor = os.memfd_create(f"weights-{manifest.version}")

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.utils import logging
 
 from dora_rl.config import ConfigError
-from dora_rl.train.tree import Block, PrefixTree
+from dora_rl.train.tree import Block, PrefixTree, TokenPair, build_tree
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities [P], which of the T completion tokens these are [P]) -> their summed loss, a scalar."""
@@ -49,6 +49,7 @@ def load_model(folder: Path) -> PreTrainedModel:
         folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation=_ATTENTION
     )
     model.eval()  # no dropout: the gradient must belong to the distribution that sampled
+    _require_plain_logits(model)
     return model
 
 
@@ -94,6 +95,22 @@ def output_layer(model: PreTrainedModel) -> nn.Linear:
     if not isinstance(head, nn.Linear) or {name for name, _ in head.named_parameters()} != {"weight"}:
         raise ConfigError(f"{type(model).__name__} has no plain linear output layer; choose a model that has one")
     return head
+
+
+def _require_plain_logits(model: PreTrainedModel) -> None:
+    """Some models scale or cap their logits after the output layer, which `_head` would miss. Ask this one."""
+    tree = build_tree([[TokenPair((0, 1), (1, 0))]], share=True)
+    with torch.no_grad():
+        logits_LV = model(
+            tree.token_ids_L[None], position_ids=tree.positions_L[None], use_cache=False, tree_blocks=tree.blocks
+        ).logits[0]
+        logprobs_T = logits_LV[tree.predictors_N].log_softmax(-1)[tree.predictor_T, tree.targets_T]
+    gap = float((logprobs_T - tree_scores(model, tree, 1.0).logprobs_T).abs().max())
+    if gap > 1e-3:
+        raise ConfigError(
+            f"{type(model).__name__} changes its logits after the output layer (by {gap:.1e} nats), "
+            "which the trainer does not know; choose another model"
+        )
 
 
 @dataclass(slots=True)

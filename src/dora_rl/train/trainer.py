@@ -19,7 +19,7 @@ from torch import Tensor
 from dora_rl.config import Config
 from dora_rl.train.gradient import GradientSum
 from dora_rl.train.model import load_model, tree_scores
-from dora_rl.train.tree import build_tree
+from dora_rl.train.tree import TokenPair, build_tree
 from dora_rl.wire.rollouts import Trajectory
 from dora_rl.wire.weights import Canary
 
@@ -110,7 +110,7 @@ class Trainer:
         """What the current weights make of a fixed probe: served weights must give the same numbers."""
         rng = Random(self._config.run.seed)
         token_ids = tuple(rng.randrange(self._model.config.vocab_size) for _ in range(_CANARY_TOKENS))
-        tree = build_tree([[_Probe(token_ids[:1], token_ids[1:])]], share=False)
+        tree = build_tree([[TokenPair(token_ids[:1], token_ids[1:])]], share=False)
         return Canary(token_ids, tuple(tree_scores(self._model, tree, 1.0).logprobs_T.tolist()))
 
     def export(self, path: Path) -> None:
@@ -169,9 +169,3 @@ class Trainer:
         if not math.isfinite(norm):
             return f"the gradient's norm is {norm}"
         return None if norm > 0 else "the gradient is zero"
-
-
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    prompt_token_ids: tuple[int, ...]
-    completion_token_ids: tuple[int, ...]

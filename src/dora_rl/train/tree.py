@@ -23,6 +23,14 @@ class Answer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPair:
+    """The least that is an answer."""
+
+    prompt_token_ids: tuple[int, ...]
+    completion_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """Row positions [start, end) and what they attend to."""
 

@@ -7,6 +7,7 @@ import json
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +26,7 @@ class OpenStore:
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         """Open, and create unless `read_only`. Raises RolloutFileError when the file is none of ours."""
         self._path = path
+        self._read_only = read_only
         self._lock = threading.Lock()
         mode = "ro" if read_only else "rwc"
         try:
@@ -50,7 +52,13 @@ class OpenStore:
         self.close()
 
     def close(self) -> None:
+        """Closing twice is harmless."""
         with self._lock:
+            if not self._read_only:
+                # Out of WAL mode again: otherwise everyone who only reads the file leaves two more beside it. It fails
+                # when somebody reads just now (or this is the second close), and then the log stays.
+                with suppress(sqlite3.OperationalError, sqlite3.ProgrammingError):
+                    self._db.execute("PRAGMA journal_mode=DELETE")
             self._db.close()
 
     def put_group(self, trajectories: Sequence[Trajectory]) -> str:

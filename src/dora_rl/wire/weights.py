@@ -121,7 +121,9 @@ class RayTransport:
         try:
             objects = dict(zip(references, ray.get(references, timeout=timeout_s), strict=True))
         except ray.exceptions.GetTimeoutError as error:
-            raise RemoteError(f"the object store gave no weights within {timeout_s:g} s; is their writer alive?") from error
+            raise RemoteError(
+                f"the object store gave no weights within {timeout_s:g} s; is their writer alive?"
+            ) from error
         except ray.exceptions.RayError as error:
             reason = str(error).splitlines()[0]
             raise RemoteError(f"the object store has lost the weights ({reason}); publish them again") from error
@@ -140,7 +142,7 @@ def write_version(
             name=name,
             dtype=_dtype_name(tensor),
             shape=tuple(tensor.shape),
-            shards=(Shard(tuple((0, size) for size in tensor.shape), handle, xxhash.xxh3_128_hexdigest(array)),),
+            shards=(Shard(tuple((0, size) for size in tensor.shape), handle, _checksum(array)),),
         )
         for (name, tensor), handle, array in zip(ordered.items(), handles, arrays, strict=True)
     )
@@ -156,7 +158,7 @@ def read_shards(
     wanted = [(entry, shard) for entry in manifest.tensors for shard in entry.shards]
     arrays = transport.get([shard.handle for _, shard in wanted], timeout_s)
     for (entry, shard), array in zip(wanted, arrays, strict=True):
-        found = xxhash.xxh3_128_hexdigest(array)
+        found = _checksum(array)
         if found != shard.checksum:
             raise RemoteError(
                 f"version {manifest.version}, {entry.name}: the bytes have checksum {found}, their manifest says "
@@ -184,7 +186,7 @@ def read_tensors(
 def weights_checksum(tensors: Mapping[str, Tensor]) -> str:
     """What `Manifest.checksum` of these tensors would be."""
     return _joint_checksum(
-        (name, _dtype_name(tensor), tuple(tensor.shape), xxhash.xxh3_128_hexdigest(tensor_bytes(tensor)))
+        (name, _dtype_name(tensor), tuple(tensor.shape), _checksum(tensor_bytes(tensor)))
         for name, tensor in sorted(tensors.items())
     )
 
@@ -195,6 +197,10 @@ def tensor_bytes(tensor: Tensor) -> Bytes:
     # By way of torch, because numpy has no bfloat16.
     array: Bytes = flat.view(torch.uint8).numpy()
     return array
+
+
+def _checksum(array: Bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(array.data)
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -242,7 +248,9 @@ def save_version(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
     if partial.exists():  # left by a process that died while it wrote
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial / _TENSORS, {"format": "pt"})
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial / _TENSORS, {"format": "pt"}
+    )
     facts = SavedVersion(manifest.version, manifest.parent, manifest.checksum, manifest.canary)
     (partial / _FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
     for path in (partial / _TENSORS, partial / _FACTS, partial):
@@ -252,7 +260,7 @@ def save_version(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
 
 
 def load_saved(folder: Path) -> tuple[SavedVersion, dict[str, Tensor]]:
-    """The facts and the tensors, verified. Raises ValueError when the folder is damaged, OSError when it is not there."""
+    """The facts and the tensors, verified. Raises ValueError when the folder is damaged, OSError when it is missing."""
     facts = _read_facts(folder)
     tensors: dict[str, Tensor] = load_file(folder / _TENSORS)
     found = weights_checksum(tensors)
@@ -268,7 +276,7 @@ def saved_versions(weights_dir: Path) -> dict[Version, Path]:
     """Complete versions in this folder, oldest first; half-written ones are not among them."""
     folders = weights_dir.iterdir() if weights_dir.exists() else ()
     complete = (folder for folder in folders if not folder.name.startswith(".") and (folder / _FACTS).exists())
-    return {version: folder for version, folder in sorted((_read_facts(folder).version, folder) for folder in complete)}
+    return dict(sorted((_read_facts(folder).version, folder) for folder in complete))
 
 
 def prune(weights_dir: Path, keep: int) -> None:
