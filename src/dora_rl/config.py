@@ -6,6 +6,7 @@ process, the core included, can read it in milliseconds. Whatever can be compute
 
 import difflib
 import hashlib
+import json
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,8 +65,8 @@ class DataConfig(Section):
     prompt_column: str = "prompt"
     """Column that holds the question (jsonl): text, or a list of chat messages."""
 
-    answer_column: str | None = "answer"
-    """Column that holds the reference answer (jsonl); it reaches the reward under this name. None: the data has none."""
+    answer_column: str = "answer"
+    """Column that holds the reference answer (jsonl); the reward receives it under this name. "": there is none."""
 
     epochs: int = Field(0, ge=0)
     """How often a finite data set is gone through; 0 repeats it for as long as the run needs."""
@@ -73,7 +74,8 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     functions: tuple[str, ...] = ("dora_rl.rl.rewards:exact_answer",)
-    """`module:function` each; their values are added up. f(prompts, completions, completion_ids, **columns) -> numbers or None."""
+    """`module:function` each; their values are added up. f(prompts, completions, completion_ids, **columns) gives a
+    number or None for each completion."""
 
     timeout_s: float = Field(10.0, gt=0)
     """Longest that one group may take to score; a worker that takes longer is replaced and its group scored None."""
@@ -123,7 +125,7 @@ class RolloutConfig(Section):
     """How often an instance reports the tokens of its unfinished answers."""
 
     no_progress_s: float = Field(180.0, gt=0)
-    """An answer, load or publication that makes no progress for this long is an error. Never a limit on its total duration."""
+    """An answer or load that makes no progress for this long has failed; how long it may take in all has no limit."""
 
     @model_validator(mode="after")
     def _refuse_truncated_sampling(self) -> "RolloutConfig":
@@ -159,7 +161,7 @@ class ScheduleConfig(Section):
     """Groups without reward spread in one iteration after which the batch closes short (or, empty, the run stops)."""
 
     max_attempts: int = Field(3, ge=1)
-    """How often one thing that failed for reasons of infrastructure is tried before the run stops (or the group fails)."""
+    """How often a thing that fails for reasons of infrastructure is tried before the run stops (or its group fails)."""
 
     @property
     def batch(self) -> int:
@@ -298,7 +300,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        # JSON's escapes are TOML's, but for one control character that JSON leaves as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
 
 

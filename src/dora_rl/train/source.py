@@ -100,7 +100,8 @@ def _from_package(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     quantized = AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=files[0].name, dtype=torch.float32, local_files_only=True
     )
-    config = AutoConfig.for_model(quantized.config.model_type, **quantized.config.to_dict())
+    facts = quantized.config.to_dict()
+    config = AutoConfig.for_model(facts.pop("model_type"), **facts)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it would make every later load ask for the GGUF quantizer
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -21,7 +21,7 @@ import ray
 from dora_rl.config import Config, ConfigError, dump_config
 from dora_rl.core.types import InstanceId
 from dora_rl.obs.folder import RunFolder
-from dora_rl.recorder import Print, Recorder, TimedOrchestrator
+from dora_rl.cli.recorder import Print, Recorder, TimedOrchestrator
 from dora_rl.rl.chat import Chat
 from dora_rl.rl.datasets import Dataset, open_dataset
 from dora_rl.rl.errors import DataError, RewardError
@@ -37,7 +37,7 @@ from dora_rl.runtime.cluster import (
 from dora_rl.runtime.driver import Inbox, drive
 from dora_rl.runtime.hands import Hands
 from dora_rl.runtime.rewards import RewardPool
-from dora_rl.throughput import measure_floor
+from dora_rl.cli.throughput import measure_floor
 from dora_rl.train.rank import TrainerRank
 from dora_rl.train.source import prepare_model, stop_token_ids
 from dora_rl.wire.errors import RemoteError
@@ -80,7 +80,7 @@ def prepare(config: Config, path: Path, out: Print) -> Prepared:
             tasks=config.data.tasks,
             worked_examples=config.data.worked_examples,
             prompt_column=config.data.prompt_column,
-            answer_column=config.data.answer_column,
+            answer_column=config.data.answer_column or None,
             seed=config.run.seed,
             held_out=config.eval.prompts,
             tokenize=chat.tokenize,
@@ -177,7 +177,7 @@ def _prompts(run: Prepared) -> int | None:
     return None if size is None or epochs == 0 else size * epochs
 
 
-class _interruptible:  # noqa: N801 - reads as what it is: with _interruptible(...)
+class _interruptible:
     """While the block runs, Ctrl-C calls a function instead of raising in the middle of whatever is running."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:

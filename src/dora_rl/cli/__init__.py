@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = commands.add_parser("audit", help="prove from a run's folder that it kept its promises")
     audit.add_argument("folder", type=Path, metavar="RUN")
-    audit.add_argument("--recompute", type=int, default=0, metavar="N", help="score N answers again under the kept weights")
+    audit.add_argument("--recompute", type=int, default=0, metavar="N", help="score N answers again, under kept weights")
     audit.add_argument("--json", action="store_true", help="print the report as JSON")
     audit.set_defaults(run=_audit)
 
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace) -> int:
     config: Config = load_config(arguments.config, arguments.set)
     # Only here: they import torch, Ray and vLLM, and a mistake in the configuration should not wait for that.
-    from dora_rl.launch import default_folder, prepare, train
+    from dora_rl.cli.launch import default_folder, prepare, train
     from dora_rl.wire.errors import RemoteError
 
     run = prepare(config, arguments.run_dir or default_folder(config), _say)
@@ -87,6 +87,3 @@ def _bench_core(arguments: argparse.Namespace) -> int:
 def _say(text: str) -> None:
     print(text, flush=True)
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+"""`python -m dora_rl.cli` is `dora-rl`."""
+
+import sys
+
+from dora_rl.cli import main
+
+sys.exit(main())
