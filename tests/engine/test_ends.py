@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine.conftest import ROLLOUT, Rig, ended
 
 from dora_rl.runtime.ports import ProcessLost
 from dora_rl.wire.errors import RemoteError
+from engine.conftest import ROLLOUT, Rig, ended
 
 pytestmark = pytest.mark.engine
 
@@ -22,29 +22,24 @@ def test_an_engine_that_stands_still_or_dies_is_an_error_for_every_answer_it_has
     rig = Rig(model, ROLLOUT.model_copy(update={"no_progress_s": 5.0}))
     (pid,) = rig.engine_pids
 
-    async def stuck():
+    async def after(sent: signal.Signals):
+        """The kind and text of what three running answers end with when the engine's process gets this signal."""
         answers = [asyncio.ensure_future(rig.instance.generate(rig.request(PROMPT, max_tokens=96))) for _ in range(3)]
         while not await rig.instance.partials():
             await asyncio.sleep(0)
-        os.kill(pid, signal.SIGSTOP)
-        return await asyncio.gather(*answers, return_exceptions=True)
-
-    async def killed():
-        answers = [asyncio.ensure_future(rig.instance.generate(rig.request(PROMPT, max_tokens=96))) for _ in range(3)]
-        while not await rig.instance.partials():
-            await asyncio.sleep(0)
-        os.kill(pid, signal.SIGKILL)
-        return await asyncio.gather(*answers, return_exceptions=True)
+        os.kill(pid, sent)
+        errors = await asyncio.gather(*answers, return_exceptions=True)
+        return [(type(error), str(error)) for error in errors]
 
     try:
         rig.run(rig.instance.load(rig.published(1)))
-        for error in rig.run(stuck()):
-            assert isinstance(error, RemoteError)
-            assert "got no token for rollout.no_progress_s = 5 s" in str(error)
+        for kind, text in rig.run(after(signal.SIGSTOP)):
+            assert kind is RemoteError
+            assert "got no token for rollout.no_progress_s = 5 s" in text
         os.kill(pid, signal.SIGCONT)
-        for error in rig.run(killed()):
-            assert isinstance(error, ProcessLost)
-            assert "exit codes [-9]" in str(error)
+        for kind, text in rig.run(after(signal.SIGKILL)):
+            assert kind is ProcessLost
+            assert "exit codes [-9]" in text
     finally:
         rig.close()
 
@@ -76,5 +71,3 @@ def test_an_engine_ends_when_the_process_that_owns_it_is_killed(model, tmp_path)
         engine = os.pidfd_open(int(said.split()[1]))
         owner.kill()
         assert ended(engine)
-
-

@@ -1,6 +1,7 @@
 """A real engine on the tiny model: what it samples, what it refuses, and how it proves which weights it has."""
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 
@@ -114,7 +115,8 @@ def test_partial_reports_add_up_to_a_prefix_of_the_answer_and_a_detached_answer_
 
 
 @pytest.mark.parametrize(
-    "name", ["model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"]
+    "name",
+    ["model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight"],
 )
 def test_weights_that_are_not_the_published_ones_turn_the_canary_red_and_are_not_served(rig, name):
     changed = rig.model.tensors[name] + 0.01 * torch.randn(rig.model.tensors[name].shape)
@@ -147,5 +149,9 @@ def test_the_decode_rate_is_measured_on_the_loaded_version(rig):
 
 
 def staged_here() -> list[str]:
-    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd != "self"]
+    """Names of open staged memory in this process."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+            links.append(os.readlink(entry))
     return [link for link in links if "memfd:weights" in link]

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from dora_rl.rl.datasets import open_dataset
 from dora_rl.rl.errors import DataError
+from dora_rl.rl.rewards import exact_answer
+from dora_rl.rl.tasks import RECIPES
 
 FEW_QUESTIONS = "products_of_digits"
 """A recipe with only a hundred different questions."""
@@ -78,8 +80,11 @@ def test_a_position_names_one_prompt_on_every_machine_and_in_every_order():
 def test_the_stream_is_the_one_that_earlier_releases_drew():
     """A changed draw would give a resumed run other prompts, and two releases other held-out questions."""
     stream = tasks("gcd", seed=0, held_out=1)
-    assert stream.held_out[0].prompt_id == "gcd-HELD"
-    assert stream.train(7).prompt_id == "gcd-TRAIN"
+    drawn = (stream.held_out[0], stream.train(7))
+    assert [(prompt.prompt_id, question(prompt)) for prompt in drawn] == [
+        ("gcd-968795c972445b49", "Greatest common divisor of 26 and 8?"),
+        ("gcd-35e0f4eba17b8afe", "Greatest common divisor of 28 and 14?"),
+    ]
 
 
 def test_every_task_has_its_turn_once_in_every_round():
@@ -146,7 +151,7 @@ def test_a_prompt_that_is_too_long_gives_its_place_to_another_and_moves_no_other
 
 
 def test_a_limit_that_no_prompt_meets_is_an_error_before_the_run():
-    with pytest.raises(DataError, match="task gcd: none of .* at most rollout.max_prompt_tokens = 3 tokens"):
+    with pytest.raises(DataError, match=r"task gcd: none of .* at most rollout.max_prompt_tokens = 3 tokens"):
         tasks("gcd", max_prompt_tokens=3)
 
 
@@ -160,8 +165,42 @@ def test_a_task_that_is_not_a_function_of_its_entry_number_is_refused():
         tasks("time_intervals")
 
 
+def test_a_task_whose_answers_need_several_lines_is_refused():
+    with pytest.raises(DataError, match="answers of mini_sudoku do not fit on one line"):
+        tasks("mini_sudoku")
+
+
+def test_a_task_without_a_recipe_is_asked_as_it_stands():
+    stream = tasks("count_bits", held_out=3, worked_examples=1)
+    assert question(stream.train(0)).startswith("How many 1 bits are there in the binary representation")
+    assert stream.train(0).messages[2]["content"].startswith("Answer: ")
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_worked_example_earns_the_reward_that_it_shows(name):
+    for problem in RECIPES[name].examples(4):
+        assert exact_answer(["?"], [problem.solution], [[1]], answer=[problem.answer]) == [1.0]
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(RECIPES) if name.startswith(("products", "chain_sum"))])
+def test_the_last_step_of_a_calculation_is_its_answer(name):
+    for number in range(50):
+        problem = RECIPES[name].problem(number)
+        assert eval_left_to_right(problem.question.removesuffix(" = ?")) == int(problem.answer)
+        if problem.work:
+            assert problem.work.split("\n")[-1].endswith(f" = {problem.answer}")
+
+
+def eval_left_to_right(expression: str) -> int:
+    first, *rest = expression.split(" ")
+    total = int(first)
+    for sign, term in zip(rest[::2], rest[1::2], strict=True):
+        total = {"+": total + int(term), "-": total - int(term), "*": total * int(term)}[sign]
+    return total
+
+
 def test_no_task_at_all_is_an_error():
-    with pytest.raises(DataError, match="data.tasks is empty"):
+    with pytest.raises(DataError, match=r"data.tasks is empty"):
         tasks()
 
 
@@ -196,7 +235,7 @@ def test_every_training_row_comes_once_an_epoch_and_no_held_out_question_ever(wr
     path = write(*({"prompt": text, "answer": "x"} for text in prompts))
     distinct = {" ".join(text.split()) for text in prompts}
     if len(distinct) <= held_out:
-        with pytest.raises(DataError, match="lower eval.prompts"):
+        with pytest.raises(DataError, match=r"lower eval.prompts"):
             rows(path, seed=seed, held_out=held_out)
         return
     stream = rows(path, seed=seed, held_out=held_out)
@@ -263,17 +302,17 @@ def test_a_file_that_is_not_text_names_the_line(write):
 
 
 def test_a_missing_or_empty_file_is_an_error(write, tmp_path):
-    with pytest.raises(DataError, match="cannot read .*nowhere.jsonl: No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*nowhere.jsonl: No such file"):
         rows(tmp_path / "nowhere.jsonl")
     with pytest.raises(DataError, match="has no rows"):
         rows(write("", ""))
 
 
 def test_a_file_in_which_every_prompt_is_too_long_is_an_error(write):
-    with pytest.raises(DataError, match="0 different prompts fit rollout.max_prompt_tokens = 1"):
+    with pytest.raises(DataError, match=r"0 different prompts fit rollout.max_prompt_tokens = 1"):
         rows(write(GOOD), max_prompt_tokens=1)
 
 
 def test_an_unknown_source_is_an_error():
-    with pytest.raises(DataError, match="data.source must be"):
+    with pytest.raises(DataError, match=r"data.source must be"):
         open_dataset(source="parquet", seed=0, held_out=0, tokenize=count_words, max_prompt_tokens=9)

@@ -147,7 +147,7 @@ def test_every_column_reaches_the_function_with_one_entry_per_completion():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_no_number_is_an_error_naming_function_and_row(bad):
-    with pytest.raises(RewardError, match="function f, row 1: got -?(nan|inf)"):
+    with pytest.raises(RewardError, match=r"function f, row 1: got -?(nan|inf)"):
         score({"f": lambda **_: [0.0, bad]})
 
 

@@ -54,7 +54,8 @@ def write(weights: Mapping[str, Tensor], *, version: int = 1) -> tuple[MemoryTra
 def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     """Bit for bit: NaN equals itself, and 0.0 is not -0.0."""
     facts = [
-        {name: (t.dtype, t.shape, tensor_bytes(t).tobytes()) for name, t in weights.items()} for weights in (left, right)
+        {name: (t.dtype, t.shape, tensor_bytes(t).tobytes()) for name, t in weights.items()}
+        for weights in (left, right)
     ]
     return facts[0] == facts[1]
 

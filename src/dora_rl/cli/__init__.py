@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = commands.add_parser("audit", help="prove from a run's folder that it kept its promises")
     audit.add_argument("folder", type=Path, metavar="RUN")
-    audit.add_argument("--recompute", type=int, default=0, metavar="N", help="score N answers again, under kept weights")
+    audit.add_argument(
+        "--recompute", type=int, default=0, metavar="N", help="score N answers again, under kept weights"
+    )
     audit.add_argument("--json", action="store_true", help="print the report as JSON")
     audit.set_defaults(run=_audit)
 
@@ -86,4 +88,3 @@ def _bench_core(arguments: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     print(text, flush=True)
-

@@ -1,10 +1,10 @@
 """`dora-rl train`, from a configuration to a finished run's folder: starts every process and connects them.
 
-    prepare      model, data and folder; everything a person can get wrong is met here, before a process starts
-    processes    Ray, the trainer's rank, the instances, the reward workers
-    drive        the core's loop, until it is done
-    measure      what this machine could have done, with the same processes, for comparison
-    stop         every process, on every path
+prepare      model, data and folder; everything a person can get wrong is met here, before a process starts
+processes    Ray, the trainer's rank, the instances, the reward workers
+drive        the core's loop, until it is done
+measure      what this machine could have done, with the same processes, for comparison
+stop         every process, on every path
 """
 
 import asyncio
@@ -18,10 +18,11 @@ from pathlib import Path
 
 import ray
 
+from dora_rl.cli.recorder import Print, Recorder, TimedOrchestrator
+from dora_rl.cli.throughput import measure_floor
 from dora_rl.config import Config, ConfigError, dump_config
 from dora_rl.core.types import InstanceId
 from dora_rl.obs.folder import RunFolder
-from dora_rl.cli.recorder import Print, Recorder, TimedOrchestrator
 from dora_rl.rl.chat import Chat
 from dora_rl.rl.datasets import Dataset, open_dataset
 from dora_rl.rl.errors import DataError, RewardError
@@ -37,7 +38,6 @@ from dora_rl.runtime.cluster import (
 from dora_rl.runtime.driver import Inbox, drive
 from dora_rl.runtime.hands import Hands
 from dora_rl.runtime.rewards import RewardPool
-from dora_rl.cli.throughput import measure_floor
 from dora_rl.train.rank import TrainerRank
 from dora_rl.train.source import prepare_model, stop_token_ids
 from dora_rl.wire.errors import RemoteError
@@ -123,9 +123,7 @@ async def processes(run: Prepared) -> AsyncIterator[Processes]:
         path = run.folder.path.resolve()
         trainer = RemoteTrainer(actor.remote(config, model_dir, path / "weights", path / "export", RayTransport()))
         engines = start_engines(config, str(model_dir))
-        rewards = RewardPool(
-            config.reward.functions, workers=config.reward.workers, timeout_s=config.reward.timeout_s
-        )
+        rewards = RewardPool(config.reward.functions, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
         yield Processes(engines=engines, trainer=trainer, rewards=rewards)
     finally:
         ended = [engine.shutdown() for engine in engines.values()]

@@ -25,13 +25,17 @@ INSTRUCTION = 'End with "Answer: X".'
 ENTRIES = 2**40
 """Entry numbers of one recipe; reasoning-gym seeds its generator with them."""
 
-UNREPEATABLE = {
+UNSUITED = {
+    "acre": "it makes all its entries before the first",
+    "composite": "it is made of other tasks; name those",
+    "gsm_symbolic": "it makes all its entries before the first",
     "list_functions": "it draws from the module-level random generator",
     "pool_matrix": "it reseeds numpy's global generator",
-    "time_intervals": "its questions depend on today's date",
     "propositional_logic": "some of its entries have no answer",
+    "time_intervals": "its questions depend on today's date",
+    "word_ladder": "it has too few entries",
 }
-"""Tasks of reasoning-gym 0.1.25 that are not a function of the entry number."""
+"""Tasks of reasoning-gym 0.1.25 that are no function of the entry number, or none that can be called at any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +64,10 @@ class Task:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     write: Callable[[Entry], Problem] = lambda entry: Problem(entry["question"].strip(), "", entry["answer"])
-    example_entries: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
-    """Entries shown as worked examples, in this order; their questions are never asked. Fixed for all runs, so that
-    every prompt of the task begins with the same tokens and engines share their KV."""
+    example_entries: tuple[int, ...] = ()
+    """Entries shown as the first worked examples (more are taken from entry 0 on); their questions are never asked.
+    Fixed for all runs, so that every prompt of the task begins with the same tokens and engines share their KV.
+    Chosen to have different answers: a model of this size repeats the answer that it has just seen."""
 
     def problem(self, number: int) -> Problem:
         """Problem `number` (0 <= number < ENTRIES), the same on every machine."""
@@ -79,7 +84,8 @@ class Task:
                 found.setdefault(problem.question, problem)
         if len(found) < count:
             raise DataError(
-                f"task {self.name} has only {len(found)} different worked examples, data.worked_examples asks for {count}; lower it"
+                f"task {self.name} has only {len(found)} different worked examples, "
+                f"but data.worked_examples asks for {count}; lower it"
             )
         return tuple(found.values())
 
@@ -92,10 +98,13 @@ def find_task(name: str) -> Task:
     """The recipe of this name, or else reasoning-gym's task as it stands. Raises DataError."""
     if name in RECIPES:
         return RECIPES[name]
-    if name in UNREPEATABLE:
-        raise DataError(f"data.tasks: {name} cannot be used, {UNREPEATABLE[name]}; remove it")
+    if name in UNSUITED:
+        raise DataError(f"data.tasks: {name} cannot be used, {UNSUITED[name]}; remove it")
     if name in DATASETS:
-        return Task(name, name)
+        task = Task(name, name)
+        if not any(is_one_line(task.problem(number).answer) for number in range(8)):
+            raise DataError(f"data.tasks: answers of {name} do not fit on one line, as the asked form needs; remove it")
+        return task
     nearest = difflib.get_close_matches(name, [*RECIPES, *DATASETS], n=1, cutoff=0.0)[0]
     raise DataError(f"data.tasks: no task is called {name!r}; did you mean {nearest!r}?")
 
@@ -173,17 +182,23 @@ EVEN = {"invalid_ratio": 0.5}
 RECIPES: Mapping[str, Task] = {
     task.name: task
     for task in (
-        Task("letter_counting", "letter_counting", {"min_words": 2, "max_words": 5}, _letter_counting),
-        Task("letter_counting_steps", "letter_counting", {"min_words": 3, "max_words": 12}, _letter_counting_steps),
-        Task("products", "products", {"min_terms": 2, "max_terms": 3, **ONE_DIGIT}, _arithmetic),
+        Task("letter_counting", "letter_counting", {"min_words": 2, "max_words": 5}, _letter_counting, (8, 10)),
+        Task(
+            "letter_counting_steps",
+            "letter_counting",
+            {"min_words": 3, "max_words": 14},
+            _letter_counting_steps,
+            (49, 59),
+        ),
+        Task("products", "products", {"min_terms": 2, "max_terms": 3, **ONE_DIGIT}, _arithmetic, (12, 8)),
         Task("products_of_digits", "products", {"min_terms": 2, "max_terms": 2, **ONE_DIGIT}, _arithmetic),
-        Task("products_steps", "products", {"min_terms": 2, "max_terms": 4, **ONE_DIGIT}, _arithmetic_steps),
+        Task("products_steps", "products", {"min_terms": 2, "max_terms": 3, **ONE_DIGIT}, _arithmetic_steps, (12, 8)),
         Task("chain_sum", "chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 2}, _arithmetic),
         Task("chain_sum_steps", "chain_sum", {"min_terms": 2, "max_terms": 4, **ONE_DIGIT}, _arithmetic_steps),
-        Task("gcd", "gcd", {"min_value": 2, "max_value": 30}, _gcd),
-        Task("isomorphic_strings", "isomorphic_strings", SHORT_STRINGS, _isomorphic_strings),
-        Task("isomorphic_strings_steps", "isomorphic_strings", SHORT_STRINGS, _isomorphic_strings_steps),
-        Task("syllogism", "syllogism", EVEN, _syllogism),
-        Task("syllogism_steps", "syllogism", EVEN, _syllogism_steps),
+        Task("gcd", "gcd", {"min_value": 2, "max_value": 30}, _gcd, (14, 15)),
+        Task("isomorphic_strings", "isomorphic_strings", SHORT_STRINGS, _isomorphic_strings, (0, 2)),
+        Task("isomorphic_strings_steps", "isomorphic_strings", SHORT_STRINGS, _isomorphic_strings_steps, (0, 2)),
+        Task("syllogism", "syllogism", EVEN, _syllogism, (0, 4)),
+        Task("syllogism_steps", "syllogism", EVEN, _syllogism_steps, (0, 4)),
     )
 }

@@ -196,7 +196,7 @@ class Instance:
         """End the engine and wait until its processes are gone."""
         engine, self._engine, self._version = self._engine, None, None
         if engine is not None:
-            await asyncio.to_thread(stop_engine, engine)
+            stop_engine(engine)
 
     def _running_engine(self) -> "AsyncLLM":
         if self._engine is None:
