@@ -92,13 +92,13 @@ class Rig:
 
     def close(self) -> None:
         ends = [os.pidfd_open(pid) for pid in self.engine_pids if Path(f"/proc/{pid}").exists()]
-        self.run(self.instance.shutdown())
-        assert all(map(ended, ends)), f"an engine's process outlived its shutdown: {self.engine_pids}"
-        self._runner.close()
         with warnings.catch_warnings():
-            # vLLM leaves its ZeroMQ context to the garbage collector, which says so. Here and now, not in a later test.
+            # vLLM leaves its ZeroMQ context to the garbage collector, which says so: here and now, not in a later test.
             warnings.simplefilter("ignore", ResourceWarning)
+            self.run(self.instance.shutdown())
+            self._runner.close()
             gc.collect()
+        assert all(map(ended, ends)), f"an engine's process outlived its shutdown: {self.engine_pids}"
 
 
 def ended(process: int, within_s: float = ENDED_WITHIN_S) -> bool:

@@ -189,7 +189,7 @@ def test_throughput_counts_every_device_and_does_not_depend_on_the_trainers():
 def test_an_iteration_without_groups_has_no_means_and_no_division_by_zero():
     line = iteration_metrics(
         told(
-            (m.RunStarted(at=5.0, prompts=0, evaluation_answers=0), [step(0)]),
+            (m.Loaded(at=5.0, instance="a", version=0), [step(0)]),
             (stepped(5.0, 0, busy_s=0.0, improved=False), [close(0)]),
         ),
         0,

@@ -118,6 +118,7 @@ async def processes(run: Prepared) -> AsyncIterator[Processes]:
     model_dir = run.model_dir.resolve()
     start_cluster(config, model_bytes=sum(file.stat().st_size for file in model_dir.glob("*.safetensors")))
     engines: dict[InstanceId, RemoteEngine] = {}
+    rewards: RewardPool | None = None
     try:
         actor = ray.remote(concurrency_groups={"publish": 1})(TrainerRank).options(**trainer_options(config))
         path = run.folder.path.resolve()
@@ -127,6 +128,8 @@ async def processes(run: Prepared) -> AsyncIterator[Processes]:
         yield Processes(engines=engines, trainer=trainer, rewards=rewards)
     finally:
         ended = [engine.shutdown() for engine in engines.values()]
+        if rewards is not None:
+            ended.append(rewards.shutdown())
         await asyncio.wait_for(asyncio.gather(*ended, return_exceptions=True), timeout=60)
         stop_cluster()
 

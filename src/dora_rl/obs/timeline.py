@@ -20,7 +20,6 @@ from dora_rl.core.messages import (
     InstanceLost,
     Loaded,
     RankLost,
-    RunStarted,
     Scored,
     Step,
     Stepped,
@@ -153,15 +152,15 @@ class Timeline:
 
     def _apply(self, event: Event) -> None:
         match event:
-            case RunStarted(at=at):
-                self._open = Window(iteration=0, opened_at=at)
             case InstanceJoined(instance=name, descriptor=descriptor):
                 held = sorted(descriptor.versions)
                 self._instances[name] = _Instance(descriptor=descriptor, held=held)
                 self._alive.update(held)
             case InstanceLost(instance=name):
                 self._lose(name)
-            case Loaded(instance=name, version=version, error=None):
+            case Loaded(at=at, instance=name, version=version, error=None):
+                if self._open is None:  # from now on there is something to wait for
+                    self._open = Window(iteration=0, opened_at=at)
                 self._hold(name, version)
             case Generated():
                 self._finish_segment(event)
