@@ -21,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"dora-rl: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("dora-rl: interrupted before the run had begun", file=sys.stderr)
+        return 130
     return status
 
 

@@ -1,0 +1,105 @@
+"""The whole program on a tiny model: real engines, a real trainer, and what its folder proves afterwards."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dora_rl.audit.judge import audit_run
+from dora_rl.config import load_config
+from dora_rl.core.replay import divergence
+from dora_rl.obs.folder import RunFolder
+from dora_rl.obs.journal import read_journal
+
+pytestmark = pytest.mark.engine
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny.toml"
+
+
+def command(folder: Path, *settings: str) -> list[str]:
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return [sys.executable, "-m", "dora_rl.cli", "train", str(TINY), "--run-dir", str(folder), *sets]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    done = subprocess.run(command(folder, "run.iterations=8"), timeout=240, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "run finished after 8 iterations" in done.stdout
+    return folder
+
+
+def test_a_run_learns_and_its_folder_proves_the_three_promises(run: Path) -> None:
+    report = audit_run(run, recompute=6)
+    assert report.problems == []
+    assert report.verdict == "pass"
+    evaluations = [line for line in RunFolder(run).read_eval() if line["sampling"] == "sampled"]
+    assert evaluations[-1]["score"] > evaluations[0]["score"]
+
+
+def test_a_real_journal_replays_to_the_commands_that_were_given(run: Path) -> None:
+    assert divergence(load_config(RunFolder(run).config), read_journal(RunFolder(run).journal)[1]) is None
+
+
+def test_the_export_loads_with_transformers_and_answers(run: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(run / "export", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(run / "export", local_files_only=True)
+    prompt = tokenizer("3 + 4", return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=4).shape[1] > prompt["input_ids"].shape[1]
+
+
+def test_every_version_was_proved_to_be_the_published_one(run: Path) -> None:
+    kept = [json.loads((folder / "version.json").read_text()) for folder in sorted((run / "weights").iterdir())]
+    assert [one["parent"] for one in kept] == [one["version"] - 1 for one in kept]
+    assert len({one["checksum"] for one in kept}) == len(kept)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A run that has evaluated its first version and is training."""
+    process = subprocess.Popen(
+        command(tmp_path / "killed", "run.iterations=500", "eval.prompts=2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.lstrip().startswith("1/500"):
+            break
+    yield process
+    if process.poll() is None:
+        process.kill()
+    process.wait(30)
+
+
+def test_a_killed_engine_ends_the_run_with_its_cause_and_leaves_no_process(started: "subprocess.Popen[str]") -> None:
+    family = psutil.Process(started.pid).children(recursive=True)
+    engine = next(process for process in family if "EngineCore" in " ".join(process.cmdline()))
+    engine.kill()
+    _, errors = started.communicate(timeout=90)
+    assert started.returncode == 1, errors
+    assert "dora-rl: the run failed: instance engine-" in errors
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+
+
+def test_ctrl_c_ends_a_run_cleanly_and_its_folder_still_passes_the_audit(
+    started: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    family = psutil.Process(started.pid).children(recursive=True)
+    started.send_signal(2)
+    output, errors = started.communicate(timeout=90)
+    assert started.returncode == 130, errors
+    assert "run interrupted after" in output
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+    report = audit_run(tmp_path / "killed")
+    assert report.problems == []
+    assert report.to_json()["c2"]["interrupted"] > 0
