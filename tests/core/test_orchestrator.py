@@ -64,15 +64,11 @@ class Story:
 
     def accumulated(self, group: int, **facts: object) -> list[m.Command]:
         batch = self.core.state.batch
-        return self.tell(
-            m.Accumulated, iteration=batch.iteration, attempt=batch.attempt, group=GroupId(group), **facts
-        )
+        return self.tell(m.Accumulated, iteration=batch.iteration, attempt=batch.attempt, group=GroupId(group), **facts)
 
     def stepped(self, *, improved: bool = True) -> list[m.Command]:
         batch = self.core.state.batch
-        return self.tell(
-            m.Stepped, iteration=batch.iteration, attempt=batch.attempt, improved=improved, busy_s=1.0
-        )
+        return self.tell(m.Stepped, iteration=batch.iteration, attempt=batch.attempt, improved=improved, busy_s=1.0)
 
     def published(self, version: int, **facts: object) -> list[m.Command]:
         return self.tell(m.Published, version=Version(version), attempt=facts.pop("attempt", 0), **facts)

@@ -70,7 +70,8 @@ def overlapping_share(run: Path) -> float:
     """Share of the iterations after 2K in which answers of two versions ran at the same moment."""
     config = load_config(RunFolder(run).config)
     first = 2 * config.schedule.max_staleness_versions
-    running = [int(line["versions/running_max"]) for line in RunFolder(run).read_metrics() if line["iteration"] >= first]
+    metrics = RunFolder(run).read_metrics()
+    running = [int(line["versions/running_max"]) for line in metrics if line["iteration"] >= first]
     return sum(count >= 2 for count in running) / len(running)
 
 
