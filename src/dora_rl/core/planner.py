@@ -3,7 +3,8 @@
     seat      ready groups take seats, by deadline
     close     a full batch (or the last one there can be) is stepped
     serve     waiting answers are placed; idle instances load what is due
-    admit     new groups of the newest version, into slots that are free
+    switch    some instances are told to change to the newest version, the others generate on meanwhile
+    admit     new groups of the newest version (or of one still held), into slots that are free
     finish    versions nobody needs are forgotten; the run is evaluated and exported
 
 Knows no event's contents and no strategy by name.
@@ -41,6 +42,7 @@ class Planner:
             if instance.idle:
                 self._serve()
         else:
+            self._switch()
             self._serve()
         self._admit()
         if isinstance(event, m.Stepped | m.Published | m.Loaded | m.Evaluated):
@@ -152,20 +154,40 @@ class Planner:
                 rollout.instance = instance.id
                 instance.reserved.append(rollout_id)
 
-    def _admit(self) -> None:
-        """Dispatch new groups of the newest version while slots are free for it and the strategy allows."""
+    def _switch(self) -> None:
+        """Tell instances to change to the newest version: they take no new group until they have."""
         state = self.state
-        while (
-            policy.admission_open(state)
-            and state.published not in state.waiting
-            and state.published not in state.evaluating
-            and self._strategy.may_admit(state)
-            and (home := policy.choose_home(state)) is not None
-        ):
-            self._dispatch(home)
+        for name in list(state.switching):
+            if name not in state.instances or state.instances[name].version == state.published:
+                del state.switching[name]
+        while (instance := policy.choose_switch(state)) is not None:
+            state.switching[instance.id] = None
 
-    def _dispatch(self, home: Instance) -> None:
+    def _admit(self) -> None:
+        """Dispatch new groups into slots that are free, as far as the strategy allows: of the newest version first;
+        while instances change to it, of the version that another one still holds."""
+        while policy.admission_open(self.state) and (self._admit_newest() or self._admit_legacy()):
+            pass
+
+    def _admit_newest(self) -> bool:
         state, version = self.state, self.state.published
+        if version in state.waiting or version in state.evaluating or not self._strategy.may_admit(state, version):
+            return False
+        home = policy.choose_home(state)
+        if home is not None:
+            self._dispatch(home, version)
+        return home is not None
+
+    def _admit_legacy(self) -> bool:
+        state = self.state
+        home = policy.choose_legacy_home(state) if state.switching else None
+        if home is None or home.version is None or not self._strategy.may_admit(state, home.version):
+            return False
+        self._dispatch(home, home.version)
+        return True
+
+    def _dispatch(self, home: Instance, version: Version) -> None:
+        state = self.state
         ledger.new_group(state, version)
         if home.serves != version:
             self._load(home, version)

@@ -32,18 +32,16 @@ def schedulable(state: State, *, seats: int, extra: Version | None = None, witho
 class Strategy:
     """How one way of scheduling differs from the others."""
 
-    may_admit: Callable[[State], bool]
-    """Whether one more group of the newest published version may be dispatched, room for it given."""
+    may_admit: Callable[[State, Version], bool]
+    """Whether one more group may be dispatched under this published version, room for it given."""
 
     may_seat: Callable[[State, Version], bool]
     """Whether a complete group of this version may take a seat of the open batch."""
 
 
-def _dora_may_admit(state: State) -> bool:
+def _dora_may_admit(state: State, version: Version) -> bool:
     """Few enough are ready, and with one more group everything can still be trained in time."""
-    return len(state.ready) < state.config.ready_target and schedulable(
-        state, seats=state.batch.seats, extra=state.published
-    )
+    return len(state.ready) < state.config.ready_target and schedulable(state, seats=state.batch.seats, extra=version)
 
 
 def _dora_may_seat(state: State, version: Version) -> bool:
@@ -51,9 +49,9 @@ def _dora_may_seat(state: State, version: Version) -> bool:
     return schedulable(state, seats=state.batch.seats - 1, without=version)
 
 
-def _sync_may_admit(state: State) -> bool:
+def _sync_may_admit(state: State, version: Version) -> bool:
     """Each batch is filled by the version that it improves: no more groups than it has seats."""
-    return state.published == state.trained and sum(state.unseated.values()) < state.batch.seats
+    return version == state.trained and sum(state.unseated.values()) < state.batch.seats
 
 
 def _sync_may_seat(state: State, version: Version) -> bool:
@@ -104,6 +102,39 @@ def choose_home(state: State) -> Instance | None:
         if best is None or score > best[0]:
             best = (score, instance)
     return best[1] if best else None
+
+
+def choose_legacy_home(state: State) -> Instance | None:
+    """While other instances change to the newest version: one that still holds an older one and has a slot to fill."""
+    able = [
+        instance
+        for instance in state.instances.values()
+        if instance.id not in state.switching
+        and instance.id not in state.draining
+        and instance.running
+        and instance.free > 0
+        and instance.version != state.published
+        and instance.version not in state.waiting
+        and instance.version not in state.evaluating
+    ]
+    return max(able, key=lambda instance: instance.free, default=None)
+
+
+def choose_switch(state: State) -> Instance | None:
+    """The next instance that should change to the newest version: of those with an older one, that with the least left
+    to run. Never more than half of them at once, so that the others generate on while weights are loaded."""
+    changing = sum(i.loading is not None or i.id in state.switching for i in state.instances.values())
+    if changing >= max(1, len(state.instances) // 2):
+        return None
+    old = [
+        instance
+        for instance in state.instances.values()
+        if instance.version is not None
+        and instance.version < state.published
+        and instance.loading is None
+        and instance.id not in state.switching
+    ]
+    return min(old, key=lambda instance: len(instance.running), default=None)
 
 
 def choose_drain(state: State) -> tuple[InstanceId, Version] | None:

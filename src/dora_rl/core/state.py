@@ -131,6 +131,8 @@ class State:
         self.draining: dict[InstanceId, Version] = {}
         """Instances that take nothing more until they are empty; then they load a version that is due and that
         nobody serves."""
+        self.switching: dict[InstanceId, None] = {}
+        """Instances that take no new group until they have changed to the newest version."""
         self.evaluations: dict[EvaluationId, Evaluation] = {}
         self.evaluated: set[Version] = set()
 
