@@ -158,7 +158,8 @@ class ScheduleConfig(Section):
     Every group beyond what the next batch needs only grows stale."""
 
     max_filtered_groups: int = Field(64, ge=1)
-    """Groups without reward spread in one iteration after which the batch closes short (or, empty, the run stops)."""
+    """Groups in one iteration whose rewards are equal or missing, after which the batch closes short (or, empty, the
+    run stops)."""
 
     max_attempts: int = Field(3, ge=1)
     """How often a thing that fails for reasons of infrastructure is tried before the run stops (or its group fails)."""

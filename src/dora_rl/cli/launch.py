@@ -8,6 +8,7 @@ stop         every process, on every path
 """
 
 import asyncio
+import contextlib
 import datetime
 import shutil
 import signal
@@ -67,8 +68,8 @@ def prepare(config: Config, path: Path, out: Print) -> Prepared:
     folder = RunFolder(path)
     try:
         folder.create(dump_config(config))
-    except FileExistsError:
-        raise ConfigError(f"{path} holds a run already; name another folder with --run-dir, or none") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot become a run's folder ({error}); name a new one with --run-dir") from error
     try:
         out(f"preparing {config.model.path} and its data")
         model_dir = path / "model"
@@ -130,8 +131,12 @@ async def processes(run: Prepared) -> AsyncIterator[Processes]:
         ended = [engine.shutdown() for engine in engines.values()]
         if rewards is not None:
             ended.append(rewards.shutdown())
-        await asyncio.wait_for(asyncio.gather(*ended, return_exceptions=True), timeout=60)
-        stop_cluster()
+        try:
+            # Whoever does not end in time is ended with the cluster; the run's own result must not be lost over it.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*ended, return_exceptions=True), timeout=60)
+        finally:
+            stop_cluster()
 
 
 async def train(run: Prepared, out: Print) -> int:

@@ -12,7 +12,7 @@ from dora_rl.config import Config, config_hash
 from dora_rl.core import messages as m
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.core.types import GroupId, Sampling
-from dora_rl.obs.console import HEADER, iteration_line, summary, time_left
+from dora_rl.obs.console import HEADER, evaluation_text, iteration_line, summary, time_left
 from dora_rl.obs.folder import RunFolder
 from dora_rl.obs.journal import JournalHeader, JournalWriter
 from dora_rl.obs.metrics import evaluation_line, iteration_metrics
@@ -74,17 +74,16 @@ class Recorder:
         for row in rows:
             group = row.trajectory.group_id
             prompt_tokens[group] = prompt_tokens.get(group, 0) + len(row.trajectory.prompt_token_ids)
-        try:
-            line = iteration_metrics(
-                self._timeline,
-                command.iteration,
-                prompt_tokens=prompt_tokens,
-                stats=report.stats if report else None,
-                orchestration_s=self._core.take_seconds(),
-            )
-        except LookupError:
+        if report is None:
             return  # the data ended in the middle of a batch: groups were filed, but no iteration was made
-        line["train/tokens"] = report.tokens if report else None
+        line = iteration_metrics(
+            self._timeline,
+            command.iteration,
+            prompt_tokens=prompt_tokens,
+            stats=report.stats,
+            orchestration_s=self._core.take_seconds(),
+        )
+        line["train/tokens"] = report.tokens
         self._folder.append_metrics(line)
         if not self._iteration_s:
             self._out(HEADER)
@@ -94,6 +93,8 @@ class Recorder:
         iterations = self._config.run.iterations
         left = time_left(self._iteration_s, iterations=iterations)
         self._out(iteration_line(line, iterations=iterations, left_s=left))
+        if report.reason is not None:
+            self._out(f"  iteration {command.iteration + 1} made no new version: {report.reason}")
         self._timeline.forget(command.iteration)
 
     def evaluated(self, command: m.Evaluate, answers: Mapping[Sampling, Sequence[ScoredAnswer]]) -> None:
@@ -106,10 +107,7 @@ class Recorder:
                 lengths=[answer.length for answer in scored],
             )
             self._folder.append_eval(line)
-            self._out(
-                f"held-out {sampling}: {line['score']:.3f} ± {line['stderr'] or 0:.3f} at version {command.version} "
-                f"({len(scored)} prompts)"
-            )
+            self._out(f"{evaluation_text(line)} ({len(scored)} prompts)")
 
     def loaded(self, command: m.Load, *, seconds: float, canary_max_abs_diff: float) -> None:
         self._largest_canary = max(self._largest_canary, canary_max_abs_diff)

@@ -103,6 +103,8 @@ class Scored:
     rewards: tuple[float | None, ...]
     digest: str
     """Of the durable record (wire.rollouts.digest), so that the audit sees every later change of it."""
+    note: str = ""
+    """Why a reward is missing, if one is."""
     error: str | None = None
 
 

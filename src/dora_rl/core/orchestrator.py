@@ -113,7 +113,7 @@ class Orchestrator:
         state, batch = self.state, self.state.batch
         groups = batch.groups
         state.batch = Batch(
-            iteration=batch.iteration, size=batch.size, attempt=batch.attempt + 1, filtered=batch.filtered
+            iteration=batch.iteration, size=batch.size, attempt=batch.attempt + 1, fruitless=batch.fruitless
         )
         for group_id in groups:
             ledger.set_status(state, state.groups[group_id], GroupStatus.READY)
@@ -211,9 +211,11 @@ class Orchestrator:
             return
         rewards = [r for r in event.rewards if r is not None]
         if len(rewards) < 2:
+            state.batch.fruitless += 1
+            state.last_failure = event.note
             ledger.leave(state, group, GroupStatus.FAILED)
         elif not policy.has_spread(rewards):
-            state.batch.filtered += 1
+            state.batch.fruitless += 1
             ledger.leave(state, group, GroupStatus.FILTERED)
         else:
             ledger.set_status(state, group, GroupStatus.READY)

@@ -97,8 +97,13 @@ class Planner:
             return
         if policy.filtering_too_much(state):
             state.stopped = (
-                f"iteration {state.batch.iteration}: {state.batch.filtered} groups in a row had equal rewards "
-                "(schedule.max_filtered_groups), so there is nothing to learn from; make the tasks easier or harder"
+                f"iteration {state.batch.iteration}: {state.batch.fruitless} groups and none to learn from "
+                "(schedule.max_filtered_groups): rewards were all equal or missing; "
+                + (
+                    f"the last failure: {state.last_failure}"
+                    if state.last_failure
+                    else "make the tasks easier or harder"
+                )
             )
         elif not state.prompts_left:
             if any(state.left.values()):

@@ -67,7 +67,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 def filtering_too_much(state: State) -> bool:
     """So many groups of this iteration had nothing to learn from that it should close with what it has."""
-    return state.batch.filtered >= state.config.max_filtered_groups
+    return state.batch.fruitless >= state.config.max_filtered_groups
 
 
 def admission_open(state: State) -> bool:

@@ -99,7 +99,8 @@ class Batch:
     groups: list[GroupId] = field(default_factory=list)
     accumulating: int = 0
     closed: bool = False
-    filtered: int = 0
+    fruitless: int = 0
+    """Groups that ended without anything to learn from while it was open: filtered or failed."""
 
     @property
     def seats(self) -> int:
@@ -160,6 +161,8 @@ class State:
         self.exported = False
         self.ended = False
         """No further iteration will be trained; what is left is to publish, evaluate and export."""
+        self.last_failure = ""
+        """Why the latest failed group could not be scored."""
         self.stopped: str | None = None
         """Why the run cannot go on."""
         self.interrupted = False

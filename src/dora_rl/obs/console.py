@@ -110,6 +110,11 @@ def thirds(metrics: Sequence[Line]) -> tuple[float | None, float | None]:
     return _mean(rewards[:third]), _mean(rewards[-third:])
 
 
+def evaluation_text(line: Line) -> str:
+    """One evaluation, as in eval.jsonl."""
+    return f"held-out {line['sampling']}: {_with_error(line['score'], line['stderr'])} at version {line['version']}"
+
+
 def _held_out(lines: Sequence[Line], sampling: str) -> list[str]:
     if not lines:
         return []

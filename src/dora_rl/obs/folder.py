@@ -22,8 +22,10 @@ class RunFolder:
         self.export = path / "export"
 
     def create(self, config_toml: str) -> None:
-        """Make the folder and write the configuration. Raises FileExistsError when a run is there already."""
+        """Make the folder and write the configuration. Raises FileExistsError when it is there and not empty."""
         self.path.mkdir(parents=True, exist_ok=True)
+        if any(self.path.iterdir()):
+            raise FileExistsError(f"{self.path} is not empty")
         with self.config.open("x", encoding="utf-8") as file:
             file.write(config_toml)
         self.rollouts.mkdir()

@@ -80,12 +80,21 @@ async def call(reference: Awaitable[Any], who: str) -> Any:
     try:
         return await reference
     except RayActorError as error:
-        raise ProcessLost(f"{who} died: {' '.join(str(error).split())[:300]}") from error
+        raise ProcessLost(f"{who} died: {_cause(error)}") from error
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
-        raise RemoteError(f"{who}: {' '.join(str(cause).split())[:600]}") from error
+        kind = ProcessLost if isinstance(cause, ProcessLost) else RemoteError
+        raise kind(f"{who}: {_cause(cause)}") from error
     except RayError as error:
-        raise RemoteError(f"{who}: {' '.join(str(error).split())[:300]}") from error
+        raise RemoteError(f"{who}: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """One line of an error: the last of a traceback, which is where Ray puts the exception itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if any(line.startswith(("Traceback", "File ")) for line in lines) else lines[0]
 
 
 class RemoteEngine:
@@ -144,6 +153,7 @@ class RemoteTrainer:
         report = await call(self._actor.step.remote(iteration, attempt), "the trainer")
         return StepReport(
             improved=report.stepped,
+            reason=report.reason,
             busy_s=report.busy_s,
             tokens=report.tokens,
             stats=report.stats,

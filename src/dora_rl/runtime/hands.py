@@ -22,6 +22,7 @@ from dora_rl.core.types import EvaluationId, FinishReason, GroupId, InstanceId, 
 from dora_rl.runtime.answers import Answer, Answers, trajectory
 from dora_rl.runtime.driver import Inbox
 from dora_rl.runtime.ports import Engine, GenerateRequest, ProcessLost, RewardResult, Rewards, StepReport, Trainer
+from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.iteration_files import RolloutRow, RowStatus, write_iteration
 from dora_rl.wire.open_store import OpenStore
 from dora_rl.wire.rollouts import Prompt, RolloutFileError
@@ -157,8 +158,11 @@ class Hands:
             try:
                 async with asyncio.timeout(rollout.no_progress_s):
                     partials = await engine.partials()
+            except TimeoutError:
+                self._lose(instance, f"it gave no sign of life for rollout.no_progress_s = {rollout.no_progress_s:g} s")
+                return
             except Exception as error:  # noqa: BLE001 - silence and death mean the same here
-                self._lose(instance, one_line(error) or f"it gave no sign of life for {rollout.no_progress_s:g} s")
+                self._lose(instance, one_line(error))
                 return
             for partial in partials:
                 self.answers.report(partial)
@@ -172,30 +176,42 @@ class Hands:
     async def _execute(self, command: m.Command) -> m.Event:
         if isinstance(command, m.Generate):
             return await self._generate(command)  # its engine watches its progress; its duration has no limit
-        async with asyncio.timeout(self._config.run.answer_deadline_s):
-            match command:
-                case m.Load():
-                    return await self._load(command)
-                case m.Score():
-                    return await self._score(command)
-                case m.Accumulate():
-                    return await self._accumulate(command)
-                case m.Step():
-                    return await self._step(command)
-                case m.Publish():
-                    return await self._publish(command)
-                case m.Close():
-                    return await self._close(command)
-                case m.Evaluate():
-                    return await self._evaluate(command)
-                case m.Forget():
-                    self._manifests.pop(command.version, None)
-                    return m.Forgotten(at=self.now(), version=command.version)
-                case m.Export():
-                    await self._trainer.export()
-                    return m.Exported(at=self.now(), version=command.version)
-                case _:
-                    assert_never(command)
+        limit = self._config.run.answer_deadline_s
+        try:
+            async with asyncio.timeout(limit):
+                return await self._execute_in_time(command)
+        except TimeoutError as error:
+            what = type(command).__name__
+            raise RemoteError(
+                f"{what} was not done within run.answer_deadline_s = {limit:g} s; raise it or see why"
+            ) from error
+
+    async def _execute_in_time(self, command: m.Command) -> m.Event:
+        match command:
+            case m.Generate():
+                return await self._generate(command)
+            case m.Load():
+                return await self._load(command)
+            case m.Score():
+                return await self._score(command)
+            case m.Accumulate():
+                return await self._accumulate(command)
+            case m.Step():
+                return await self._step(command)
+            case m.Publish():
+                return await self._publish(command)
+            case m.Close():
+                return await self._close(command)
+            case m.Evaluate():
+                return await self._evaluate(command)
+            case m.Forget():
+                self._manifests.pop(command.version, None)
+                return m.Forgotten(at=self.now(), version=command.version)
+            case m.Export():
+                await self._trainer.export()
+                return m.Exported(at=self.now(), version=command.version)
+            case _:
+                assert_never(command)
 
     async def _generate(self, command: m.Generate) -> m.Generated:
         if command.group is not None:
@@ -256,8 +272,14 @@ class Hands:
         ]
         digest = await asyncio.to_thread(self._store.put_group, group)
         self.answers.forget_group(command.group)
-        rewards = tuple(result.value for result in results)
-        return m.Scored(at=self.now(), group=command.group, attempt=command.attempt, rewards=rewards, digest=digest)
+        return m.Scored(
+            at=self.now(),
+            group=command.group,
+            attempt=command.attempt,
+            rewards=tuple(result.value for result in results),
+            digest=digest,
+            note=next((result.note for result in results if result.note), ""),
+        )
 
     async def _accumulate(self, command: m.Accumulate) -> m.Accumulated:
         try:
@@ -325,15 +347,16 @@ class Hands:
         return rows
 
     async def _evaluate(self, command: m.Evaluate) -> m.Evaluated:
-        members = sorted(self._evaluation[command.evaluation].items())
+        members = self._evaluation[command.evaluation]
+        answers = [self.answers.of_rollout(rollout) for _, rollout in sorted(members.items())]
+        results = await asyncio.gather(*(self._reward([answer]) for answer in answers))
         scored: dict[Sampling, list[ScoredAnswer]] = {"sampled": [], "greedy": []}
-        for _, rollout in members:
-            answer = self.answers.of_rollout(rollout)
-            (result,) = await self._reward([answer])
+        for answer, (result,) in zip(answers, results, strict=True):
             scored[answer.command.sampling].append(_Scored(result.value, len(answer.token_ids)))
+        self._listener.evaluated(command, scored)
+        # Only now: a failure until here is tried again.
         for rollout in self._evaluation.pop(command.evaluation).values():
             self.answers.forget(rollout)
-        self._listener.evaluated(command, scored)
         return m.Evaluated(at=self.now(), evaluation=command.evaluation)
 
     async def _reward(self, answers: Sequence[Answer]) -> list[RewardResult]:

@@ -80,6 +80,8 @@ class StepReport:
     """What one optimizer step did. `stats` uses the names of metrics.jsonl."""
 
     improved: bool
+    reason: str | None = None
+    """Why it made no new version."""
     busy_s: float
     """Seconds in which some rank computed, stepped or published since the last report."""
     tokens: int

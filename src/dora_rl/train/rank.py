@@ -68,7 +68,7 @@ class TrainerRank:
         self._transport = transport
         self._clock = BusyClock()
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save-weights")
-        self._saving: Future[None] | None = None
+        self._saving: tuple[Future[None], Manifest, Mapping[str, Tensor]] | None = None
 
     def accumulate(self, iteration: int, attempt: int, group: Sequence[Trajectory], trained_version: int) -> None:
         with self._clock.running():
@@ -83,13 +83,13 @@ class TrainerRank:
     def publish(self, version: Version, parent: Version | None) -> Manifest:
         """Put the current weights into the store; the copy on disk follows behind.
 
-        Raises the error of the previous version's copy, if that failed.
+        If the previous version's copy failed, that is tried again first; its error is raised if it fails once more.
         """
         with self._clock.running():
             self._await_save()
             tensors = self._trainer.state_tensors()
             manifest = write_version(self._transport, version, parent, tensors, self._trainer.canary())
-        self._saving = self._saver.submit(self._save, manifest, tensors)
+        self._saving = self._saver.submit(self._save, manifest, tensors), manifest, tensors
         return manifest
 
     def export(self) -> None:
@@ -104,6 +104,9 @@ class TrainerRank:
         prune(self._weights_dir, self._keep)
 
     def _await_save(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
+        if self._saving is None:
+            return
+        saving, manifest, tensors = self._saving
+        if saving.exception() is not None:
+            self._save(manifest, tensors)
+        self._saving = None
