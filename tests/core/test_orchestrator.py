@@ -306,3 +306,21 @@ def test_ctrl_c_leaves_a_ledger_that_adds_up(story: Story) -> None:
     assert story.tell(m.Interrupted) == []
     ledger = story.core.state.ledger()
     assert ledger["dispatched"] == ledger["interrupted"] > 0
+
+
+def test_while_one_instance_changes_version_the_other_takes_new_groups_of_the_one_it_holds() -> None:
+    story = Story(make_config(max_staleness_versions=2))
+    story.joins(A, slots=2), story.joins(B, slots=4), story.published(0)
+    story.loaded(A, 0), story.loaded(B, 0)
+    for group in (0, 1):
+        story.completes(group), story.accumulated(group)
+    story.stepped(), story.published(1)
+    assert list(story.core.state.switching) == [A], "the one with the least left to run"
+    (group,) = {c.group for c in story.running().values() if c.instance == A}
+    assert group is not None
+    story.completes(group)
+    assert story.core.state.instances[A].loading == 1
+    other = next(c.group for c in story.running().values() if c.instance == B)
+    assert other is not None
+    started = [c for r in list(story.running()) if story.running()[r].group == other for c in story.finishes(r)]
+    assert {(c.instance, c.version) for c in started if isinstance(c, m.Generate)} == {(B, 0)}

@@ -17,6 +17,7 @@ from dora_rl.core.types import InstanceId
 from dora_rl.runtime.driver import drive
 from dora_rl.runtime.fakes import FakeEngine, FakeRewards, FakeTrainer
 from dora_rl.runtime.hands import Hands
+from dora_rl.runtime.ports import RewardResult
 from dora_rl.wire.iteration_files import RolloutRow, read_iteration
 from dora_rl.wire.open_store import OpenStore
 from dora_rl.wire.rollouts import Prompt
@@ -63,7 +64,8 @@ def run(tmp_path: Path, config: Config, **fakes: Any) -> SimpleNamespace:
     async def main() -> SimpleNamespace:
         engines = fakes.get("engines") or {InstanceId(f"e{i}"): FakeEngine(f"e{i}", seed=i) for i in range(2)}
         trainer = fakes.get("trainer") or FakeTrainer()
-        core, inbox, listener = Orchestrator(config), asyncio.Queue(), Listener()
+        core, inbox = Orchestrator(config), asyncio.Queue()
+        listener = fakes.get("listener") or Listener()
         journal: list[tuple[m.Event, tuple[m.Command, ...]]] = []
 
         def record(event: m.Event, commands: Sequence[m.Command]) -> None:
@@ -76,7 +78,7 @@ def run(tmp_path: Path, config: Config, **fakes: Any) -> SimpleNamespace:
                 inbox=inbox,
                 engines=engines,
                 trainer=trainer,
-                rewards=FakeRewards(),
+                rewards=fakes.get("rewards") or FakeRewards(),
                 prompts=Questions(),
                 store=store,
                 rollouts_folder=tmp_path,
@@ -147,3 +149,30 @@ def test_when_the_data_ends_the_last_batch_closes_short_and_the_run_ends(tmp_pat
     done = run(tmp_path, make_config(), prompts=prompts)
     assert sum(len(batch) for batch in done.trainer.batches) == prompts
     assert done.trainer.exported
+
+
+class NoRewards(FakeRewards):
+    async def score(self, **group: Any) -> list[RewardResult]:
+        note = "score raised on row 0: KeyError"
+        return [RewardResult(value=None, values={}, note=note) for _ in group["completions"]]
+
+
+def test_rewards_that_are_always_missing_end_the_run_and_say_why(tmp_path: Path) -> None:
+    done = run(tmp_path, make_config(max_filtered_groups=5), rewards=NoRewards(), prompts=1000)
+    assert done.state.stopped is not None
+    assert done.state.stopped.endswith("the last failure: score raised on row 0: KeyError")
+
+
+class FailsOnce(Listener):
+    """A disk that was full for a moment."""
+
+    def evaluated(self, command: m.Evaluate, answers: Any) -> None:
+        self.evaluations.append((command, answers))
+        if len(self.evaluations) == 1:
+            raise OSError("no space left on device")
+
+
+def test_an_evaluation_that_could_not_be_written_is_scored_again(tmp_path: Path) -> None:
+    done = run(tmp_path, make_config(), listener=FailsOnce())
+    assert done.state.stopped is None
+    assert [command.version for command, _ in done.listener.evaluations] == [0, 0, 6]

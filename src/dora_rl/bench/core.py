@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dora_rl.config import Config, load_config, parse_config
+from dora_rl.config import Config, ConfigError, load_config, parse_config
 from dora_rl.core.messages import Command, Event, Generated
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.obs.folder import RunFolder
@@ -61,6 +61,8 @@ def bench_core(run_folder: Path | None = None) -> CoreBench:
         folder = RunFolder(run_folder)
         config = load_config(folder.config)
         events = [event for event, _ in read_journal(folder.journal)[1]]
+        if not events:
+            raise ConfigError(f"{folder.journal} holds no event; name the folder of a run that has begun")
         source = str(run_folder)
     total, seconds = 0, 0.0
     while total < ENOUGH_EVENTS:

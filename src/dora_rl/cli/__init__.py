@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dora-rl: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("dora-rl: interrupted before the run had begun", file=sys.stderr)
+        print("dora-rl: interrupted", file=sys.stderr)
         return 130
     return status
 
@@ -59,12 +59,13 @@ def _train(arguments: argparse.Namespace) -> int:
     config: Config = load_config(arguments.config, arguments.set)
     # Only here: they import torch, Ray and vLLM, and a mistake in the configuration should not wait for that.
     from dora_rl.cli.launch import default_folder, prepare, train
+    from dora_rl.core.messages import ProtocolError
     from dora_rl.wire.errors import RemoteError
 
     run = prepare(config, arguments.run_dir or default_folder(config), _say)
     try:
         return asyncio.run(train(run, _say))
-    except RemoteError as error:
+    except (RemoteError, ProtocolError) as error:
         print(f"dora-rl: the run failed: {error}", file=sys.stderr)
         return 1
 
@@ -83,8 +84,12 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 def _bench_core(arguments: argparse.Namespace) -> int:
     from dora_rl.bench.core import bench_core
+    from dora_rl.obs.journal import JournalError
 
-    result = bench_core(arguments.run_folder)
+    try:
+        result = bench_core(arguments.run_folder)
+    except JournalError as error:
+        raise ConfigError(str(error)) from error
     print(json.dumps(result.to_json()) if arguments.json else result.to_text())
     return 0
 

@@ -87,6 +87,9 @@ def prepare(config: Config, path: Path, out: Print) -> Prepared:
             tokenize=chat.tokenize,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
         )
+        if dataset.skipped:
+            limit = config.rollout.max_prompt_tokens
+            out(f"{dataset.skipped} prompts are longer than rollout.max_prompt_tokens = {limit} and left out")
         for name in config.reward.functions:
             load_reward(name)
         return Prepared(
@@ -164,17 +167,17 @@ async def train(run: Prepared, out: Print) -> int:
                 with _interruptible(hands.interrupt):
                     await drive(core, hands, inbox, recorder.record)
                 await hands.stop()
-            if core.state.stopped is None and not core.state.interrupted and config.run.measure_floor:
-                await measure_floor(run.folder, config, others.engines.values(), others.trainer, out)
+            if core.state.stopped is not None:
+                raise RemoteError(core.state.stopped)
+            recorder.finish("interrupted" if core.state.interrupted else "finished")
+            if config.run.measure_floor and not core.state.interrupted:
+                try:
+                    await measure_floor(run.folder, config, others.engines.values(), others.trainer, out)
+                except (RemoteError, ValueError) as error:
+                    out(f"the throughput floor could not be measured: {error}")
     finally:
         recorder.close()
-    if core.state.interrupted:
-        recorder.finish("interrupted")
-        return 130
-    if core.state.stopped is not None:
-        raise RemoteError(core.state.stopped)
-    recorder.finish("finished")
-    return 0
+    return 130 if core.state.interrupted else 0
 
 
 def _prompts(run: Prepared) -> int | None:

@@ -63,13 +63,19 @@ class Floor:
 async def measure_floor(
     folder: RunFolder, config: Config, engines: Collection[Engine], trainer: Trainer, out: Print
 ) -> Floor:
-    """Measure both rates, one after the other, and write `floor.json` beside the metrics."""
+    """Measure both rates, one after the other, and write `floor.json` beside the metrics.
+
+    Raises ValueError when the run made no iteration or trained nothing, RemoteError when a process cannot measure.
+    """
     metrics = folder.read_metrics()
+    if not metrics:
+        raise ValueError("the run made no iteration")
     rows = [row for line in metrics for row in read_iteration(folder.iteration_file(int(line["iteration"])))]
     batch = _mean_batch(metrics, config)
     prompt = rows[-1].trajectory.prompt_token_ids
+    tokens = min(MEASURED_TOKENS, config.rollout.max_completion_tokens)
     rates = await asyncio.gather(
-        *(engine.measure_decode(batch=batch, tokens=MEASURED_TOKENS, prompt=prompt) for engine in engines)
+        *(engine.measure_decode(batch=batch, tokens=tokens, prompt=prompt) for engine in engines)
     )
     groups = _groups(row for row in rows if row.status == "trained")[-MEASURED_GROUPS:]
     floor = Floor(
