@@ -125,7 +125,7 @@ def test_after_too_many_equal_groups_the_batch_closes_short_with_what_it_has() -
     commands = story.stepped()
     (close,) = [c for c in commands if isinstance(c, m.Close)]
     assert (close.trained, close.filtered) == ((2,), (0, 1))
-    assert story.core.state.batch.filtered == 0
+    assert story.core.state.batch.fruitless == 0
 
 
 def test_a_group_larger_than_every_instance_is_still_one_group_of_one_version() -> None:

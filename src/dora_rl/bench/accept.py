@@ -162,7 +162,7 @@ def tampering() -> Figures:
 
 
 def sync() -> Figures:
-    run = _train(WORK / "sync", 'schedule.strategy="sync"', "run.iterations=6", "eval.prompts=0")
+    run = _train(WORK / "sync", 'schedule.strategy="sync"', "run.iterations=4", "eval.prompts=0")
     worst = max(line["staleness/max"] for line in RunFolder(run).read_metrics())
     passed, count = _pytest("tests/core/test_staleness.py", "-k", "exactly_the_commands")
     return {
@@ -179,7 +179,7 @@ def sync() -> Figures:
 
 
 def on_policy() -> Figures:
-    run = _train(WORK / "k0", "schedule.max_staleness_versions=0", "run.iterations=6", "eval.prompts=0")
+    run = _train(WORK / "k0", "schedule.max_staleness_versions=0", "run.iterations=4", "eval.prompts=0")
     deviations = [line["policy/first_ratio_max_deviation"] for line in RunFolder(run).read_metrics()]
     worst = max(deviations)
     return {

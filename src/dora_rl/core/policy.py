@@ -92,11 +92,15 @@ def choose_version(state: State) -> Version | None:
 
 
 def choose_home(state: State) -> Instance | None:
-    """Where a new group of the newest version starts: where most of it fits, and without a load if that is equal."""
+    """Where a new group of the newest version starts: where most of it fits, and without a load if that is equal.
+
+    Nothing is loaded for new work while a newer version is about to appear: it would be loaded a moment later again.
+    """
     best: tuple[tuple[int, bool, int], Instance] | None = None
     for instance in state.instances.values():  # ties: the one that joined first
         serves = instance.serves == state.published
-        if instance.free <= 0 or not (serves or instance.idle) or instance.id in state.draining:
+        able = serves or (instance.idle and state.publishing is None)
+        if instance.free <= 0 or not able or instance.id in state.draining:
             continue
         score = (min(instance.free, state.config.group_size), serves, instance.free)
         if best is None or score > best[0]:
