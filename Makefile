@@ -39,10 +39,13 @@ types:
 	@$(VENV)/mypy --no-error-summary
 
 fast:
-	@OMP_NUM_THREADS=1 $(VENV)/pytest -q -m "not engine"
+	@OMP_NUM_THREADS=1 DORA_TESTS=quick $(VENV)/pytest -q -m "not engine"
 
-test: check ## everything that must hold: check, then the tests with real engines
-	@echo "test: the tests with real engines"
+test: setup ## everything that must hold: lint, types, every property in full, real engines
+	@echo "test: ruff and mypy, then all tests, those with real engines last"
+	@$(MAKE) lint
+	@$(MAKE) types
+	@OMP_NUM_THREADS=1 $(VENV)/pytest -q -m "not engine"
 	@$(VENV)/pytest -q -m engine --durations=5
 
 accept: setup ## make accept STEP=n: measure what step n must show, into docs/results/step-n/

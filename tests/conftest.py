@@ -14,8 +14,10 @@ ENGINE_TIMEOUT_S = 300
 
 # The machine may be busy with an engine next door, so time says nothing about an example; and the same examples
 # every time, because a failure has to be one that the next person sees too.
-settings.register_profile("dora", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("dora")
+settings.register_profile("full", deadline=None, derandomize=True, print_blob=True, max_examples=200)
+# For `make check`: the same properties, on fewer examples.
+settings.register_profile("quick", settings.get_profile("full"), max_examples=30)
+settings.load_profile(os.environ.get("DORA_TESTS", "full"))
 
 
 @pytest.hookimpl(trylast=True)

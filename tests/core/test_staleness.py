@@ -89,7 +89,6 @@ def draw_run(seed: int, *, strategy: str = "dora") -> tuple[Config, WorldConfig]
     return config, replace(world, losses=losses(rng, RandomWorld(world, max_tokens=1, group_size=1), instances))
 
 
-@settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_the_bound_holds_and_every_group_reaches_an_end(seed: int) -> None:
     config, world = draw_run(seed)
@@ -101,7 +100,6 @@ def test_whatever_happens_the_bound_holds_and_every_group_reaches_an_end(seed: i
     assert len(stepped) >= min(config.run.iterations, 1) or world.prompts is not None
 
 
-@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_every_load_of_a_version_is_used(seed: int) -> None:
     config, world = draw_run(seed)
@@ -119,7 +117,6 @@ def test_every_load_of_a_version_is_used(seed: int) -> None:
     assert all(used for _, used in holds.values())
 
 
-@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_version_is_forgotten_once_nothing_refers_to_it_and_never_before(seed: int) -> None:
     config, world = draw_run(seed)
@@ -134,7 +131,7 @@ def test_a_version_is_forgotten_once_nothing_refers_to_it_and_never_before(seed:
     assert kept <= {*held, core.state.trained}
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(seed=st.integers(0, 2**32))
 def test_on_policy_dora_gives_exactly_the_commands_of_the_synchronous_strategy(seed: int) -> None:
     config, world = draw_run(seed)

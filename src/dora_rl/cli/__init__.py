@@ -7,6 +7,7 @@ started; 130 interrupted by the user.
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: argparse.Namespace) -> int:
     config: Config = load_config(arguments.config, arguments.set)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the terminal belongs to the run
     # Only here: they import torch, Ray and vLLM, and a mistake in the configuration should not wait for that.
     from dora_rl.cli.launch import default_folder, prepare, train
     from dora_rl.core.messages import ProtocolError
