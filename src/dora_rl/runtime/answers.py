@@ -23,16 +23,14 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    reported: int = 0
-    """Tokens that the running segment has reported so far; how far it is, not yet part of the answer."""
+    reported: list[tuple[int, float]] = field(default_factory=list)
+    """Token and log-probability of what the running segment has reported so far; not yet part of the answer."""
 
 
 class Answers:
     def __init__(self) -> None:
         self._answers: dict[RolloutId, Answer] = {}
         self._groups: dict[GroupId, dict[int, RolloutId]] = {}
-        self.generated_tokens = 0
-        """Tokens of all segments that ended, and of the running ones as far as they were reported."""
 
     def begin(self, command: Generate, prompt: Prompt, *, now: float) -> Answer:
         """A segment is about to run. Cuts the answer back to what the command continues from."""
@@ -46,14 +44,13 @@ class Answers:
         keep = command.generated_tokens
         del answer.token_ids[keep:], answer.logprobs[keep:]
         answer.segments = [part for part in answer.segments if part.end <= keep]
-        answer.finish_reason, answer.reported = None, 0
+        answer.finish_reason, answer.reported = None, []
         return answer
 
     def report(self, partial: Partial) -> None:
         answer = self._answers.get(partial.rollout)
         if answer is not None and answer.command.attempt == partial.attempt and answer.finish_reason is None:
-            answer.reported += len(partial.token_ids)
-            self.generated_tokens += len(partial.token_ids)
+            answer.reported += zip(partial.token_ids, partial.logprobs, strict=True)
 
     def extend(self, result: GenerateResult, *, now: float) -> None:
         """A segment ended. Raises ValueError when lists differ in length."""
@@ -62,17 +59,18 @@ class Answers:
             raise ValueError(
                 f"rollout {result.rollout}: {len(result.token_ids)} tokens but {len(result.logprobs)} log-probabilities"
             )
-        command, start = answer.command, len(answer.token_ids)
-        answer.token_ids += result.token_ids
-        answer.logprobs += result.logprobs
-        if result.token_ids:
-            answer.segments.append(
-                Segment(
-                    version=result.version, instance=command.instance, start=start, end=start + len(result.token_ids)
-                )
-            )
-        self.generated_tokens += len(result.token_ids) - answer.reported
+        _append(answer, list(zip(result.token_ids, result.logprobs, strict=True)))
         answer.finish_reason, answer.finished_at = result.finish_reason, now
+
+    def salvage(self, command: Generate, *, now: float) -> int:
+        """A segment failed: what it had reported becomes part of the answer. Returns how many tokens that are."""
+        answer = self._answers.get(command.rollout)
+        if answer is None or answer.command.attempt != command.attempt or answer.finish_reason is not None:
+            return 0
+        saved = answer.reported[: command.max_tokens]
+        _append(answer, saved)
+        answer.finish_reason, answer.finished_at = "failed", now
+        return len(saved)
 
     def of_rollout(self, rollout: RolloutId) -> Answer:
         return self._answers[rollout]
@@ -87,6 +85,17 @@ class Answers:
 
     def forget(self, rollout: RolloutId) -> None:
         del self._answers[rollout]
+
+
+def _append(answer: Answer, sampled: list[tuple[int, float]]) -> None:
+    """Add a segment of tokens and log-probabilities; one without tokens leaves no trace."""
+    if sampled:
+        command, start = answer.command, len(answer.token_ids)
+        answer.token_ids += [token for token, _ in sampled]
+        answer.logprobs += [logprob for _, logprob in sampled]
+        answer.segments.append(
+            Segment(version=command.version, instance=command.instance, start=start, end=len(answer.token_ids))
+        )
 
 
 def trajectory(answer: Answer, *, reward: float | None, rewards: dict[str, float | None], note: str) -> Trajectory:

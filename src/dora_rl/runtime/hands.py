@@ -382,7 +382,8 @@ class Hands:
         at = self.now()
         match command:
             case m.Generate():
-                return self._generated(command, "failed", error=error)
+                saved = self.answers.salvage(command, now=at)
+                return self._generated(command, "failed", num_tokens=saved, error=error)
             case m.Load(instance=instance, version=version):
                 return m.Loaded(at=at, instance=instance, version=version, error=error)
             case m.Score(group=group, attempt=attempt):
