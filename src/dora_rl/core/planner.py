@@ -45,6 +45,9 @@ class Planner:
             self._switch()
             self._serve()
         self._admit()
+        if state.switching and state.waiting:  # an instance that served an old version may just have left it
+            for instance in state.instances.values():
+                self._fill(instance)
         if isinstance(event, m.Stepped | m.Published | m.Loaded | m.Evaluated):
             self._forget()
         if state.ended:
@@ -148,7 +151,7 @@ class Planner:
         """Give an instance answers of the version it serves until its slots are taken."""
         state = self.state
         version = instance.serves
-        if version is None or instance.id in state.draining:
+        if version is None or instance.id in state.draining or policy.leaves_to_others(state, instance):
             return
         while instance.free > 0 and (rollout_id := policy.next_waiting(state, version)) is not None:
             rollout = state.rollouts[rollout_id]

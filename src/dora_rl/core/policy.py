@@ -109,19 +109,30 @@ def choose_home(state: State) -> Instance | None:
 
 
 def choose_legacy_home(state: State) -> Instance | None:
-    """While other instances change to the newest version: one that still holds an older one and has a slot to fill."""
+    """While other instances change to the newest version: one that still holds an older one and has room for a group.
+
+    A group that did not fit would leave members waiting, and the change of this instance with them.
+    """
     able = [
         instance
         for instance in state.instances.values()
         if instance.id not in state.switching
         and instance.id not in state.draining
         and instance.running
-        and instance.free > 0
+        and instance.free >= min(state.config.group_size, instance.slots)
         and instance.version != state.published
         and instance.version not in state.waiting
         and instance.version not in state.evaluating
     ]
     return max(able, key=lambda instance: instance.free, default=None)
+
+
+def leaves_to_others(state: State, instance: Instance) -> bool:
+    """Whether an instance that is to change version should empty itself: another one goes on serving the old one."""
+    return (instance.id in state.switching and instance.loading is None) and any(
+        other.serves == instance.serves and other.id not in state.switching and other.id not in state.draining
+        for other in state.instances.values()
+    )
 
 
 def choose_switch(state: State) -> Instance | None:

@@ -243,7 +243,7 @@ def _check_instances(state: State) -> None:
 
 
 def _check_bound(state: State) -> None:
-    from dora_rl.core.policy import schedulable
+    from dora_rl.core.policy import leaves_to_others, schedulable
 
     assert state.published <= state.trained, f"published {state.published} ahead of trained {state.trained}"
     for group in state.batch.groups:
@@ -254,6 +254,8 @@ def _check_bound(state: State) -> None:
     )
     for version, heap in state.waiting.items():
         vacant = [
-            i.id for i in state.instances.values() if i.serves == version and i.free > 0 and i.id not in state.draining
+            i.id
+            for i in state.instances.values()
+            if i.serves == version and i.free > 0 and i.id not in state.draining and not leaves_to_others(state, i)
         ]
         assert not (heap and vacant and not state.done), f"version {version} waits although {vacant} have room"
