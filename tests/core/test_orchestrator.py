@@ -324,3 +324,19 @@ def test_while_one_instance_changes_version_the_other_takes_new_groups_of_the_on
     assert other is not None
     started = [c for r in list(story.running()) if story.running()[r].group == other for c in story.finishes(r)]
     assert {(c.instance, c.version) for c in started if isinstance(c, m.Generate)} == {(B, 0)}
+
+
+def test_an_instance_told_to_change_leaves_waiting_answers_to_one_that_holds_their_version() -> None:
+    story = Story(make_config(max_staleness_versions=2, group_size=3))
+    story.joins(A, slots=3), story.joins(B, slots=3), story.published(0)
+    story.loaded(A, 0), story.loaded(B, 0)
+    for group in (0, 1):
+        story.completes(group), story.accumulated(group)
+    story.stepped(), story.published(1)
+    (told,) = story.core.state.switching
+    other = B if told == A else A
+    failing = next(r for r, c in story.running().items() if c.instance == other)
+    finishing = next(r for r, c in story.running().items() if c.instance == told)
+    story.finishes(finishing)
+    commands = story.finishes(failing, reason="failed", num_tokens=1)
+    assert generates(commands) == [(failing, other, 0)]
