@@ -37,6 +37,7 @@ BY_NAME = {
     "instance": st.text(max_size=8),
     "reason": st.text(max_size=8),
     "digest": st.text(max_size=8),
+    "note": st.text(max_size=8),
     "error": st.none() | st.text(max_size=8),
     "rewards": st.lists(st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=4).map(tuple),
     "sampling": st.sampled_from(("sampled", "greedy")),
