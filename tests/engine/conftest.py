@@ -1,10 +1,8 @@
 """One real engine on the tiny model, shared by all tests here: it takes 15 s to start."""
 
 import asyncio
-import gc
 import os
 import select
-import warnings
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from dora_rl.runtime.instance import Instance
 from dora_rl.runtime.ports import GenerateRequest, GenerateResult
 from dora_rl.train.source import prepare_model
 from dora_rl.wire.weights import Canary, Manifest, MemoryTransport, write_version
+from support import leftovers_collected
 
 ROLLOUT = RolloutConfig(slots=8, max_prompt_tokens=160, max_completion_tokens=96, block_tokens=32, kv_cache_gib=0.125)
 PROBE = tuple(range(3, 35))
@@ -92,12 +91,9 @@ class Rig:
 
     def close(self) -> None:
         ends = [os.pidfd_open(pid) for pid in self.engine_pids if Path(f"/proc/{pid}").exists()]
-        with warnings.catch_warnings():
-            # vLLM leaves its ZeroMQ context to the garbage collector, which says so: here and now, not in a later test.
-            warnings.simplefilter("ignore", ResourceWarning)
+        with leftovers_collected():
             self.run(self.instance.shutdown())
             self._runner.close()
-            gc.collect()
         assert all(map(ended, ends)), f"an engine's process outlived its shutdown: {self.engine_pids}"
 
 

@@ -40,6 +40,8 @@ def test_an_engine_that_stands_still_or_dies_is_an_error_for_every_answer_it_has
         for kind, text in rig.run(after(signal.SIGKILL)):
             assert kind is ProcessLost
             assert "exit codes [-9]" in text
+        with pytest.raises(ProcessLost, match="is gone"):  # an engine that has nothing to do dies unseen otherwise
+            rig.run(rig.instance.partials())
     finally:
         rig.close()
 

@@ -9,6 +9,7 @@ import torch
 from dora_rl.core.types import Version
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.weights import Canary, RayTransport, read_tensors, write_version
+from support import leftovers_collected
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +32,8 @@ class Reader:
 def cluster():
     ray.init(num_cpus=2, object_store_memory=128 * 2**20, include_dashboard=False, log_to_driver=False)
     yield
-    ray.shutdown()
+    with leftovers_collected():
+        ray.shutdown()
 
 
 def test_what_one_actor_writes_another_reads_by_the_manifest_that_the_driver_keeps(cluster):

@@ -9,6 +9,7 @@ import pytest
 from dora_rl.runtime.rewards import RewardPool, named
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.rollouts import Prompt
+from support import leftovers_collected
 
 EXACT = "dora_rl.rl.rewards:exact_answer"
 
@@ -66,7 +67,8 @@ def functions(tmp_path_factory):
         runtime_env={"env_vars": {"PYTHONPATH": path}},
     )
     yield "user_rewards"
-    ray.shutdown()
+    with leftovers_collected():
+        ray.shutdown()
 
 
 @asynccontextmanager

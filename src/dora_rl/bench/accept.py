@@ -48,7 +48,7 @@ def _show(name: str) -> bool:
         figures = measure()
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         # One line that cannot be measured must not hide the others.
-        figures = {"checks": [check("measured at all", 0, f"1: {error}", passed=False)]}
+        figures = {"checks": [judged("measured at all", 0, f"1: {error}", passed=False)]}
     passed = all(check["passed"] for check in figures["checks"])
     record = {
         "line": sentence,
@@ -69,7 +69,7 @@ def _show(name: str) -> bool:
     return passed
 
 
-def check(what: str, figure: float, limit: str, *, passed: bool) -> Figures:
+def judged(what: str, figure: float, limit: str, *, passed: bool) -> Figures:
     return {"what": what, "figure": round(figure, 6), "limit": limit, "passed": passed}
 
 
@@ -89,19 +89,19 @@ def demo() -> Figures:
     made.rename(_demo_run(0))
     for seed in SEEDS[1:]:
         _train(_demo_run(seed), f"run.seed={seed}")
-    checks = [check("minutes from clone to the end of the demo", minutes, "at most 20", passed=minutes <= 20)]
+    checks = [judged("minutes from clone to the end of the demo", minutes, "at most 20", passed=minutes <= 20)]
     for seed in SEEDS:
         gain = evidence.held_out_gain(_demo_run(seed), "sampled")
         first, last = evidence.training_reward(_demo_run(seed))
         checks += [
-            check(f"seed {seed}: held-out prompts", gain.prompts, "at least 200", passed=gain.prompts >= 200),
-            check(
+            judged(f"seed {seed}: held-out prompts", gain.prompts, "at least 200", passed=gain.prompts >= 200),
+            judged(
                 f"seed {seed}: sampled paired difference in standard errors",
                 gain.mean / gain.stderr,
                 "at least 3",
                 passed=gain.mean >= 3 * gain.stderr,
             ),
-            check(
+            judged(
                 f"seed {seed}: training reward, last third minus first",
                 last - first,
                 "at least 0.10",
@@ -119,18 +119,18 @@ def schedule() -> Figures:
         fresh = evidence.fresh_share(_demo_run(seed))
         tail = evidence.tail_ratio(_demo_run(seed))
         checks += [
-            check(
+            judged(
                 f"seed {seed}: iterations after 2K with two versions running at once",
                 overlap,
                 "at least 0.5",
                 passed=overlap >= 0.5,
             ),
-            check(f"seed {seed}: groups trained at a staleness below K", fresh, "at least 0.2", passed=fresh >= 0.2),
-            check(f"seed {seed}: 99th percentile of answer length / median", tail, "at least 4", passed=tail >= 4),
+            judged(f"seed {seed}: groups trained at a staleness below K", fresh, "at least 0.2", passed=fresh >= 0.2),
+            judged(f"seed {seed}: 99th percentile of answer length / median", tail, "at least 4", passed=tail >= 4),
         ]
     sleeps = evidence.sleeps(Path("src/dora_rl"))
     waits = [place for place in sleeps if place not in evidence.HARMLESS_SLEEPS]
-    checks.append(check("calls that sleep where work is scheduled or done", len(waits), "0", passed=not waits))
+    checks.append(judged("calls that sleep where work is scheduled or done", len(waits), "0", passed=not waits))
     return {"checks": checks, "sleeps": sleeps}
 
 
@@ -143,25 +143,27 @@ def recompute() -> Figures:
         contrast = evidence.contrast(report)
         others = {version for one in report["recomputed"] for version in one["others"]}
         checks += [
-            check(f"seed {seed}: verdict", float(report["verdict"] == "pass"), "1", passed=report["verdict"] == "pass"),
-            check(
+            judged(
+                f"seed {seed}: verdict", float(report["verdict"] == "pass"), "1", passed=report["verdict"] == "pass"
+            ),
+            judged(
                 f"seed {seed}: trajectories", len(report["recomputed"]), "32", passed=len(report["recomputed"]) == 32
             ),
-            check(f"seed {seed}: largest difference under the own version", own, "at most 1e-3", passed=own <= 1e-3),
-            check(
+            judged(f"seed {seed}: largest difference under the own version", own, "at most 1e-3", passed=own <= 1e-3),
+            judged(
                 f"seed {seed}: smallest mean difference under another version / own",
                 contrast,
                 "at least 10",
                 passed=contrast >= 10,
             ),
-            check(f"seed {seed}: other versions", len(others), "at least 2", passed=len(others) >= 2),
+            judged(f"seed {seed}: other versions", len(others), "at least 2", passed=len(others) >= 2),
         ]
     return {"checks": checks, "reports": reports}
 
 
 def tampering() -> Figures:
     found = evidence.tamper(_demo_run(0), WORK / "tampered")
-    checks = [check(f"{what}: found, named, exit status 1", float(seen), "1", passed=seen) for what, seen, _ in found]
+    checks = [judged(f"{what}: found, named, exit status 1", float(seen), "1", passed=seen) for what, seen, _ in found]
     return {"checks": checks, "problems": {what: problems for what, _, problems in found}}
 
 
@@ -173,8 +175,8 @@ def sync() -> Figures:
     passed, count = _pytest("tests/core/test_staleness.py", "-k", "exactly_the_commands")
     return {
         "checks": [
-            check("largest staleness of a synchronous run", worst, "0", passed=worst == 0),
-            check(
+            judged("largest staleness of a synchronous run", worst, "0", passed=worst == 0),
+            judged(
                 "dora with K = 0 and sync on 500 random workloads: tests passed",
                 count,
                 "1",
@@ -195,7 +197,7 @@ def on_policy() -> Figures:
     deviations = [line["policy/first_ratio_max_deviation"] for line in RunFolder(run).read_metrics()]
     worst = max(deviations)
     return {
-        "checks": [check("policy/first_ratio_max_deviation, largest", worst, "at most 1e-3", passed=worst <= 1e-3)],
+        "checks": [judged("policy/first_ratio_max_deviation, largest", worst, "at most 1e-3", passed=worst <= 1e-3)],
         "by_iteration": deviations,
     }
 
@@ -204,7 +206,7 @@ def gradient() -> Figures:
     differences = evidence.gradient_differences(_demo_run(0))
     return {
         "checks": [
-            check(f"gradient, {name}: relative difference", value, "at most 1e-5", passed=value <= 1e-5)
+            judged(f"gradient, {name}: relative difference", value, "at most 1e-5", passed=value <= 1e-5)
             for name, value in differences.items()
         ]
     }
@@ -216,7 +218,7 @@ def throughput() -> Figures:
         floor = json.loads((_demo_run(seed) / "floor.json").read_text(encoding="utf-8"))
         floors[f"seed {seed}"] = floor
         checks.append(
-            check(
+            judged(
                 f"seed {seed}: share of the floor's throughput",
                 floor["share"],
                 "at least 0.6",
@@ -232,7 +234,7 @@ def core() -> Figures:
     result = bench_core(_demo_run(0))
     rate = result.events_per_s
     return {
-        "checks": [check("events per second", rate, "at least 32000", passed=rate >= 32000)],
+        "checks": [judged("events per second", rate, "at least 32000", passed=rate >= 32000)],
         "bench": result.to_json(),
     }
 
@@ -247,9 +249,9 @@ def tests() -> Figures:
     skipped = output.count(" skipped")
     return {
         "checks": [
-            check("make test, minutes", test_minutes, "at most 12", passed=test_minutes <= 12),
-            check("make check, seconds with warm caches", check_s, "at most 60", passed=check_s <= 60),
-            check("test runs that skipped something", skipped, "0", passed=skipped == 0),
+            judged("make test, minutes", test_minutes, "at most 12", passed=test_minutes <= 12),
+            judged("make check, seconds with warm caches", check_s, "at most 60", passed=check_s <= 60),
+            judged("test runs that skipped something", skipped, "0", passed=skipped == 0),
         ],
         "output": output.splitlines()[-12:],
     }

@@ -145,7 +145,11 @@ class Instance:
         )
 
     async def partials(self) -> list[Partial]:
-        """What the unfinished answers have sampled since the last call; answers without news are left out."""
+        """What the unfinished answers have sampled since the last call; answers without news are left out.
+
+        Raises ProcessLost when the engine is gone, which a load or an idle engine would not notice by itself.
+        """
+        self._check_alive(self._running_engine())
         news = []
         for answer in self._answers.values():
             start, answer.reported = answer.reported, len(answer.token_ids)
@@ -197,6 +201,11 @@ class Instance:
         engine, self._engine, self._version = self._engine, None, None
         if engine is not None:
             stop_engine(engine)
+
+    def _check_alive(self, engine: "AsyncLLM") -> None:
+        codes = [code for code in engine_processes(engine).values() if code is not None]
+        if codes:
+            raise ProcessLost(f"{self._name}: the engine's process is gone (exit codes {codes})")
 
     def _running_engine(self) -> "AsyncLLM":
         if self._engine is None:
