@@ -9,7 +9,6 @@ import torch
 from dora_rl.core.types import Version
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.weights import Canary, RayTransport, read_tensors, write_version
-from support import leftovers_collected
 
 pytestmark = pytest.mark.engine
 
@@ -30,6 +29,8 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def cluster():
+    from support import leftovers_collected  # not at the top: actors import this file, and have no tests on their path
+
     ray.init(num_cpus=2, object_store_memory=128 * 2**20, include_dashboard=False, log_to_driver=False)
     yield
     with leftovers_collected():
