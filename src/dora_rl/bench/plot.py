@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("agg")  # draws into files; no screen is needed
 
 from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator
 
 from dora_rl.obs.folder import RunFolder
 
@@ -27,6 +28,8 @@ def plot_runs(runs: Sequence[Path], out: Path) -> None:
         _staleness(axes[1, 0], metrics, index, len(runs), color)
         _time(axes[1, 1], metrics, color)
     axes[0, 0].legend(fontsize="small")
+    for axis in axes.flat:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
 
