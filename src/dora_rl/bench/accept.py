@@ -70,7 +70,7 @@ def _show(name: str) -> bool:
 
 
 def judged(what: str, figure: float, limit: str, *, passed: bool) -> Figures:
-    return {"what": what, "figure": round(figure, 6), "limit": limit, "passed": passed}
+    return {"what": what, "figure": float(f"{figure:.5g}"), "limit": limit, "passed": passed}
 
 
 # --- the lines ---------------------------------------------------------------------------------------------------
