@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -307,9 +308,8 @@ def _output(*command: str) -> str:
 def _pytest(*arguments: str) -> tuple[bool, int]:
     command = [sys.executable, "-m", "pytest", "-q", *arguments]
     done = subprocess.run(command, timeout=3600, stdout=subprocess.PIPE, text=True, check=False)
-    words = done.stdout.split()
-    passed = int(words[words.index("passed") - 1]) if "passed" in words else 0
-    return done.returncode == 0, passed
+    count = re.search(r"(\d+) passed", done.stdout)
+    return done.returncode == 0, int(count[1]) if count else 0
 
 
 def _fresh_environment() -> dict[str, str]:
