@@ -13,7 +13,7 @@ from typing import Any
 
 from dora_rl.bench.tamper import TAMPERINGS
 from dora_rl.config import load_config
-from dora_rl.obs.console import paired_difference, thirds
+from dora_rl.obs.console import paired_difference, staleness_totals, thirds
 from dora_rl.obs.folder import RunFolder
 from dora_rl.wire.iteration_files import RolloutRow, read_iteration
 from dora_rl.wire.rollouts import Trajectory
@@ -78,10 +78,7 @@ def overlapping_share(run: Path) -> float:
 def fresh_share(run: Path) -> float:
     """Share of the trained groups whose staleness was below K."""
     bound = load_config(RunFolder(run).config).schedule.max_staleness_versions
-    counts: dict[int, int] = {}
-    for line in RunFolder(run).read_metrics():
-        for staleness, groups in line["staleness/histogram"].items():
-            counts[int(staleness)] = counts.get(int(staleness), 0) + groups
+    counts = staleness_totals(RunFolder(run).read_metrics())
     fresh = sum(groups for staleness, groups in counts.items() if staleness < bound)
     return fresh / sum(counts.values())
 

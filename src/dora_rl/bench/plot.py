@@ -11,6 +11,7 @@ matplotlib.use("agg")  # draws into files; no screen is needed
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 
+from dora_rl.obs.console import staleness_totals
 from dora_rl.obs.folder import RunFolder
 
 
@@ -61,10 +62,7 @@ def _versions(axis: Any, metrics: Sequence[Any], color: str) -> None:
 
 
 def _staleness(axis: Any, metrics: Sequence[Any], index: int, runs: int, color: str) -> None:
-    counts: dict[int, int] = {}
-    for line in metrics:
-        for staleness, groups in line["staleness/histogram"].items():
-            counts[int(staleness)] = counts.get(int(staleness), 0) + groups
+    counts = staleness_totals(metrics)
     width = 0.8 / runs
     axis.bar([s + (index - (runs - 1) / 2) * width for s in counts], list(counts.values()), width=width, color=color)
     axis.set(title="Staleness of trained groups", xlabel="versions", ylabel="groups", xticks=sorted(counts))

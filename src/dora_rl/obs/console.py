@@ -103,6 +103,15 @@ def paired_difference(before: Line, after: Line) -> tuple[float, float | None] |
     return (fsum(gains) / len(gains), standard_error(gains)) if gains else None
 
 
+def staleness_totals(metrics: Sequence[Line]) -> dict[int, int]:
+    """Trained groups of all iterations by their staleness, in versions."""
+    totals: dict[int, int] = {}
+    for line in metrics:
+        for versions, groups in line["staleness/histogram"].items():
+            totals[int(versions)] = totals.get(int(versions), 0) + int(groups)
+    return totals
+
+
 def thirds(metrics: Sequence[Line]) -> tuple[float | None, float | None]:
     """Mean training reward of the first and of the last third of the iterations (of at least one each)."""
     rewards = [line["reward/mean"] for line in metrics]
@@ -140,10 +149,7 @@ def _training_reward(metrics: Sequence[Line]) -> list[str]:
 
 
 def _staleness(metrics: Sequence[Line]) -> list[str]:
-    totals: dict[int, int] = {}
-    for line in metrics:
-        for versions, groups in line["staleness/histogram"].items():
-            totals[int(versions)] = totals.get(int(versions), 0) + groups
+    totals = staleness_totals(metrics)
     everything = sum(totals.values())
     if not everything:
         return []
