@@ -100,7 +100,7 @@ class RolloutConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """GPUs over which one engine splits the model."""
 
-    max_prompt_tokens: int = Field(512, ge=1)
+    max_prompt_tokens: int = Field(512, ge=2)
     """Longest prompt, chat template and worked examples included."""
 
     max_completion_tokens: int = Field(128, ge=1)

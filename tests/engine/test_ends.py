@@ -19,7 +19,7 @@ PROMPT = tuple(range(3, 43))
 
 
 def test_an_engine_that_stands_still_or_dies_is_an_error_for_every_answer_it_has(model):
-    rig = Rig(model, ROLLOUT.model_copy(update={"no_progress_s": 5.0}))
+    rig = Rig(model, ROLLOUT.model_copy(update={"no_progress_s": 10.0}))
     (pid,) = rig.engine_pids
 
     async def after(sent: signal.Signals):
@@ -35,7 +35,7 @@ def test_an_engine_that_stands_still_or_dies_is_an_error_for_every_answer_it_has
         rig.run(rig.instance.load(rig.published(1)))
         for kind, text in rig.run(after(signal.SIGSTOP)):
             assert kind is RemoteError
-            assert "got no token for rollout.no_progress_s = 5 s" in text
+            assert "got no token for rollout.no_progress_s = 10 s" in text
         os.kill(pid, signal.SIGCONT)
         for kind, text in rig.run(after(signal.SIGKILL)):
             assert kind is ProcessLost

@@ -20,7 +20,7 @@ from dora_rl.runtime.engine import describe, engine_processes, start_engine, sto
 from dora_rl.runtime.ports import GenerateRequest, GenerateResult, LoadReport, Partial, ProcessLost
 from dora_rl.runtime.staging import staged
 from dora_rl.wire.errors import RemoteError
-from dora_rl.wire.weights import Canary, Manifest, Transport
+from dora_rl.wire.weights import Manifest, Transport
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -72,17 +72,21 @@ class Instance:
     async def start(
         self, instance: InstanceId, model_dir: str, rollout: RolloutConfig, dtype: str, seed: int
     ) -> InstanceDescriptor:
-        """Start the engine (seconds; the loop is blocked, as nothing can be asked yet).
+        """Start the engine (seconds; the loop is blocked, as nothing can be asked yet) and let it compute once.
 
         Its sampling is seeded from the run's `seed` and its name. Raises RemoteError when the engine does not come up.
         """
         if self._engine is not None:
             raise ProtocolError(f"{instance}: started twice; start another instance instead")
         self._name, self._rollout, self._tolerance = instance, rollout, CANARY_TOLERANCE[dtype]
+        self._limit = rollout.max_prompt_tokens + rollout.max_completion_tokens
         try:
             # Two engines with one seed would draw the same random numbers for different answers.
             own_seed = xxhash.xxh32_intdigest(f"{seed}/{instance}".encode())
             self._engine = start_engine(model_dir, rollout, dtype, own_seed)
+            # The first use compiles kernels, for up to a minute on a new machine: that belongs to the start, not to
+            # the first load or somebody's answer.
+            await _probe(self._engine, (0,) * min(8, self._limit - 1), "warm-up")
         except Exception as error:
             raise RemoteError(f"{instance}: the engine did not start on {model_dir}: {_one_line(error)}") from error
         return describe(self._engine, rollout, dtype)
@@ -220,7 +224,7 @@ class Instance:
             )
         if request.rollout in self._answers:
             raise ProtocolError(f"{self._name}: rollout {request.rollout} runs already; wait for its answer")
-        limit = self._rollout.max_prompt_tokens + self._rollout.max_completion_tokens
+        limit = self._limit
         given = len(request.prompt_token_ids) + len(request.completion_token_ids)
         if not 1 <= request.max_tokens <= limit - given:
             raise ProtocolError(
@@ -233,7 +237,8 @@ class Instance:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         request, patience = answer.request, self._rollout.no_progress_s
-        prompt = _tokens([*request.prompt_token_ids, *request.completion_token_ids], request.version)
+        # Blocks of one version must never serve another one's request, whatever else goes wrong.
+        prompt = _tokens([*request.prompt_token_ids, *request.completion_token_ids], salt=str(request.version))
         clock = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(patience) as deadline:
@@ -269,9 +274,8 @@ class Instance:
 
     async def _canary_difference(self, engine: "AsyncLLM", manifest: Manifest) -> float:
         canary = manifest.canary
-        theirs = canary.logprobs
-        ours = await _probe(engine, canary, manifest.version)
-        return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        ours = await _probe(engine, canary.token_ids, f"canary-{manifest.version}")
+        return max(abs(a - b) for a, b in zip(ours, canary.logprobs, strict=True))
 
 
 def _sampling(request: GenerateRequest) -> "SamplingParams":
@@ -288,24 +292,21 @@ def _sampling(request: GenerateRequest) -> "SamplingParams":
     )
 
 
-async def _probe(engine: "AsyncLLM", canary: Canary, version: Version) -> list[float]:
-    """The engine's own log-probabilities of the probe, by the code path that serves prompts."""
+async def _probe(engine: "AsyncLLM", token_ids: Sequence[int], name: str) -> list[float]:
+    """The engine's own log-probabilities of these tokens, the first excepted, by the code path that serves prompts."""
     from vllm.sampling_params import SamplingParams
 
-    # logprobs=0 as in `_sampling`: the first use compiles a kernel, which should not be a real answer's.
     sampling = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, logprobs=0, detokenize=False)
-    prompt = _tokens(list(canary.token_ids), version)
     found: Any = None
-    async for output in engine.generate(prompt, sampling, f"canary-{version}"):
+    async for output in engine.generate(_tokens(token_ids, salt=name), sampling, name):
         found = output.prompt_logprobs or found
-    return [at[token].logprob for token, at in zip(canary.token_ids[1:], found[1:], strict=True)]
+    return [at[token].logprob for token, at in zip(token_ids[1:], found[1:], strict=True)]
 
 
-def _tokens(token_ids: list[int], version: Version) -> Any:
+def _tokens(token_ids: Sequence[int], *, salt: str) -> Any:
     from vllm.inputs.engine import tokens_input
 
-    # Blocks of one version must never serve another one's request, whatever else goes wrong.
-    return tokens_input(token_ids, cache_salt=str(version))
+    return tokens_input(list(token_ids), cache_salt=salt)
 
 
 def _one_line(error: BaseException) -> str:

@@ -109,7 +109,9 @@ class Trainer:
     def canary(self) -> Canary:
         """What the current weights make of a fixed probe: served weights must give the same numbers."""
         rng = Random(self._config.run.seed)
-        token_ids = tuple(rng.randrange(self._model.config.vocab_size) for _ in range(_CANARY_TOKENS))
+        # The engine answers it with one token.
+        length = min(_CANARY_TOKENS, self._config.max_model_tokens - 1)
+        token_ids = tuple(rng.randrange(self._model.config.vocab_size) for _ in range(length))
         tree = build_tree([[TokenPair(token_ids[:1], token_ids[1:])]], share=False)
         return Canary(token_ids, tuple(tree_scores(self._model, tree, 1.0).logprobs_T.tolist()))
 
