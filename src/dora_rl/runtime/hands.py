@@ -18,9 +18,10 @@ from typing import Any, Protocol, assert_never
 
 from dora_rl.config import Config
 from dora_rl.core import messages as m
-from dora_rl.core.types import EvaluationId, FinishReason, GroupId, InstanceId, RolloutId, Sampling, Version
+from dora_rl.core.types import EvaluationId, GroupId, InstanceId, RolloutId, Sampling, Version
 from dora_rl.runtime.answers import Answer, Answers, trajectory
 from dora_rl.runtime.driver import Inbox
+from dora_rl.runtime.failures import failed, one_line
 from dora_rl.runtime.ports import Engine, GenerateRequest, ProcessLost, RewardResult, Rewards, StepReport, Trainer
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.iteration_files import RolloutRow, RowStatus, write_iteration
@@ -136,7 +137,8 @@ class Hands:
         except Exception as error:  # noqa: BLE001 - a failure is a fact like any other
             if isinstance(error, ProcessLost) and isinstance(command, m.Load | m.Generate):
                 self._lose(command.instance, one_line(error))
-            event = self._failed(command, one_line(error))
+            saved = self.answers.salvage(command, now=self.now()) if isinstance(command, m.Generate) else 0
+            event = failed(command, at=self.now(), error=one_line(error), saved_tokens=saved)
         self._inbox.put_nowait(event)
 
     async def _join(self, instance: InstanceId) -> None:
@@ -235,27 +237,15 @@ class Hands:
             )
         )
         self.answers.extend(result, now=self.now())
-        return self._generated(command, result.finish_reason, num_tokens=len(result.token_ids), version=result.version)
-
-    def _generated(
-        self,
-        command: m.Generate,
-        reason: FinishReason,
-        *,
-        num_tokens: int = 0,
-        version: Version | None = None,
-        error: str | None = None,
-    ) -> m.Generated:
         return m.Generated(
             at=self.now(),
             rollout=command.rollout,
             segment=command.segment,
             attempt=command.attempt,
             instance=command.instance,
-            version=command.version if version is None else version,
-            reason=reason,
-            num_tokens=num_tokens,
-            error=error,
+            version=result.version,
+            reason=result.finish_reason,
+            num_tokens=len(result.token_ids),
         )
 
     async def _load(self, command: m.Load) -> m.Loaded:
@@ -285,20 +275,13 @@ class Hands:
         try:
             group = await asyncio.to_thread(self._store.get_group, command.group)
         except RolloutFileError:
-            return self._accumulated(command, lost=True)
-        await self._trainer.accumulate(
-            iteration=command.iteration, attempt=command.attempt, group=group, trained_version=command.trained_at
-        )
-        return self._accumulated(command)
-
-    def _accumulated(self, command: m.Accumulate, *, lost: bool = False, error: str | None = None) -> m.Accumulated:
+            group = None
+        if group is not None:
+            await self._trainer.accumulate(
+                iteration=command.iteration, attempt=command.attempt, group=group, trained_version=command.trained_at
+            )
         return m.Accumulated(
-            at=self.now(),
-            iteration=command.iteration,
-            attempt=command.attempt,
-            group=command.group,
-            lost=lost,
-            error=error,
+            at=self.now(), iteration=command.iteration, attempt=command.attempt, group=command.group, lost=group is None
         )
 
     async def _step(self, command: m.Step) -> m.Stepped:
@@ -376,38 +359,3 @@ class Hands:
         if engine is None:
             raise ProcessLost(f"instance {instance} is gone")
         return engine
-
-    def _failed(self, command: m.Command, error: str) -> m.Event:
-        """The answer to a command that could not be carried out."""
-        at = self.now()
-        match command:
-            case m.Generate():
-                saved = self.answers.salvage(command, now=at)
-                return self._generated(command, "failed", num_tokens=saved, error=error)
-            case m.Load(instance=instance, version=version):
-                return m.Loaded(at=at, instance=instance, version=version, error=error)
-            case m.Score(group=group, attempt=attempt):
-                return m.Scored(at=at, group=group, attempt=attempt, rewards=(), digest="", error=error)
-            case m.Accumulate():
-                return self._accumulated(command, error=error)
-            case m.Step(iteration=iteration, attempt=attempt):
-                return m.Stepped(at=at, iteration=iteration, attempt=attempt, improved=False, busy_s=0.0, error=error)
-            case m.Publish(version=version, attempt=attempt):
-                return m.Published(at=at, version=version, attempt=attempt, error=error)
-            case m.Close(iteration=iteration):
-                return m.Closed(at=at, iteration=iteration, error=error)
-            case m.Evaluate(evaluation=evaluation):
-                return m.Evaluated(at=at, evaluation=evaluation, error=error)
-            case m.Forget(version=version):
-                return m.Forgotten(at=at, version=version, error=error)
-            case m.Export(version=version):
-                return m.Exported(at=at, version=version, error=error)
-            case _:
-                assert_never(command)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as one line: its kind where that says something, and its message."""
-    text = " ".join(str(error).split())
-    name = type(error).__name__
-    return f"{name}: {text}" if text and name not in text else text or name
