@@ -68,17 +68,14 @@ def scores(run: Path) -> dict[str, Any]:
 
 def overlapping_share(run: Path) -> float:
     """Share of the iterations after 2K in which answers of two versions ran at the same moment."""
-    config = load_config(RunFolder(run).config)
-    first = 2 * config.schedule.max_staleness_versions
-    metrics = RunFolder(run).read_metrics()
-    running = [int(line["versions/running_max"]) for line in metrics if line["iteration"] >= first]
+    running = [int(line["versions/running_max"]) for line in _after_warm_up(run)]
     return sum(count >= 2 for count in running) / len(running)
 
 
 def fresh_share(run: Path) -> float:
-    """Share of the trained groups whose staleness was below K."""
+    """Share of the groups trained after iteration 2K whose staleness was below K."""
     bound = load_config(RunFolder(run).config).schedule.max_staleness_versions
-    counts = staleness_totals(RunFolder(run).read_metrics())
+    counts = staleness_totals(_after_warm_up(run))
     fresh = sum(groups for staleness, groups in counts.items() if staleness < bound)
     return fresh / sum(counts.values())
 
@@ -150,6 +147,12 @@ def _evaluations(run: Path, sampling: str) -> tuple[dict[str, Any], dict[str, An
     if len(lines) < 2:
         raise ValueError(f"{run}: {len(lines)} {sampling} evaluations, two are needed; is this a finished run?")
     return lines[0], lines[-1]
+
+
+def _after_warm_up(run: Path) -> list[dict[str, Any]]:
+    """The metrics of the iterations after 2K, when the oldest version that may be trained can be K behind."""
+    first = 2 * load_config(RunFolder(run).config).schedule.max_staleness_versions
+    return [line for line in RunFolder(run).read_metrics() if line["iteration"] >= first]
 
 
 def _rows(run: Path) -> Iterator[RolloutRow]:
