@@ -118,6 +118,9 @@ class RolloutConfig(Section):
     kv_cache_gib: float = Field(1.0, gt=0)
     """Memory for one instance's KV cache on the CPU."""
 
+    kept_kv_gib: float = Field(1.0, ge=0)
+    """Memory for KV of answers between two instances; beyond it, and with 0, prefixes are computed again."""
+
     block_tokens: int = Field(32, ge=1)
     """KV block; prompts are shared in whole blocks."""
 

@@ -6,6 +6,7 @@ Gives no commands and decides nothing; orchestrator.py says what happened, plann
 import heapq
 from collections import deque
 
+from dora_rl.core.messages import Generated
 from dora_rl.core.state import Evaluation, Group, Instance, Rollout, State
 from dora_rl.core.types import UNSEATED, EvaluationId, GroupId, GroupStatus, RolloutId, Version
 
@@ -97,8 +98,9 @@ def take(state: State, rollout: Rollout) -> None:
 
 def run(state: State, rollout: Rollout, instance: Instance) -> None:
     """A segment of the answer starts on an instance."""
-    rollout.instance = instance.id
+    rollout.instance, rollout.started = instance.id, state.now
     instance.running[rollout.id] = None
+    forget_kept(state, rollout)
     if rollout.group is not None:
         group = state.groups[rollout.group]
         group.working += 1
@@ -109,11 +111,32 @@ def run(state: State, rollout: Rollout, instance: Instance) -> None:
 def stop_running(state: State, rollout: Rollout) -> None:
     """Its segment ended, or was lost with its instance."""
     rollout.instance = None
+    if rollout.detaching:
+        rollout.detaching = False
+        state.leaving[rollout.version] -= 1
     if rollout.group is not None:
         group = state.groups[rollout.group]
         group.working -= 1
         if group.working == 0:
             set_status(state, group, GroupStatus.PARKED)
+
+
+def detach(state: State, rollout: Rollout) -> None:
+    """Its instance was told to end its segment; room is kept for it where its version is served."""
+    rollout.detaching = True
+    state.leaving[rollout.version] += 1
+
+
+def keep(state: State, rollout: Rollout, event: Generated) -> None:
+    """KV that its last segment left behind is there for the next one, if that runs where the layout is the same."""
+    rollout.kept_tokens, rollout.kept_bytes, rollout.keep_s = event.kept_tokens, event.kept_bytes, event.keep_s
+    rollout.kept_layout = state.instances[event.instance].descriptor.layout
+    state.kept_bytes += event.kept_bytes
+
+
+def forget_kept(state: State, rollout: Rollout) -> None:
+    state.kept_bytes -= rollout.kept_bytes
+    rollout.kept_tokens, rollout.kept_bytes, rollout.kept_layout = 0, 0, ""
 
 
 def repair(state: State, group: Group) -> None:
@@ -124,6 +147,7 @@ def repair(state: State, group: Group) -> None:
     for member in group.members:
         rollout = state.rollouts[member]
         rollout.finished, rollout.tokens = None, 0
+        forget_kept(state, rollout)
         rollout.segment += 1
         rollout.attempt += 1
         wait(state, rollout)

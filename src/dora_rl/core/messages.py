@@ -91,6 +91,27 @@ class Generated:
     reason: FinishReason
     num_tokens: int
     error: str | None = None
+    loaded_tokens: int = 0
+    """Prefix tokens whose KV came from where the answer ran before."""
+    recomputed_tokens: int = 0
+    """Prefix tokens of a continued answer that were computed again."""
+    resume_s: float = 0.0
+    """Of a continued answer: from its arrival at the instance to the first token, in seconds."""
+    kept_tokens: int = 0
+    """Of a detached segment: tokens whose KV was kept for the next one."""
+    kept_bytes: int = 0
+    keep_s: float = 0.0
+    """Seconds it took to keep them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Detached:
+    """The instance was told; how the segment ended is in its own Generated, which may have come before."""
+
+    at: float
+    rollout: RolloutId
+    attempt: int
+    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +220,19 @@ class Generate:
     """Tokens that earlier segments of this answer have: the prefix to continue from."""
     max_tokens: int
     """What is left of the answer's budget."""
+    kept_tokens: int = 0
+    """Tokens of the prefix whose KV was kept and fits this instance; 0: the prefix has to be computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Detach:
+    """End a running segment now. Answered by Detached."""
+
+    rollout: RolloutId
+    attempt: int
+    instance: InstanceId
+    keep: bool
+    """Whether its KV is worth keeping; otherwise the next segment computes the prefix again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -283,6 +317,7 @@ Event = (
     | Interrupted
     | Loaded
     | Generated
+    | Detached
     | Scored
     | Accumulated
     | Stepped
@@ -292,7 +327,7 @@ Event = (
     | Forgotten
     | Exported
 )
-Command = Load | Generate | Score | Accumulate | Step | Publish | Close | Evaluate | Forget | Export
+Command = Load | Generate | Detach | Score | Accumulate | Step | Publish | Close | Evaluate | Forget | Export
 
 
 class ProtocolError(RuntimeError):

@@ -34,6 +34,7 @@ class Orchestrator:
             m.Interrupted: self._interrupted,
             m.Loaded: self._loaded,
             m.Generated: self._generated,
+            m.Detached: self._detached,
             m.Scored: self._scored,
             m.Accumulated: self._accumulated,
             m.Stepped: self._stepped,
@@ -52,6 +53,7 @@ class Orchestrator:
         """Apply one event and return the commands that follow, in the order in which they were decided."""
         if type(event) not in FACTS:
             self.state.unanswered -= 1
+        self.state.now = event.at
         self._handlers[type(event)](event)
         if not self.state.done:
             self._planner.decide(event)
@@ -163,6 +165,7 @@ class Orchestrator:
                 f"rollout {event.rollout} is of version {rollout.version}, but version {event.version} answered it"
             )
         del state.instances[event.instance].running[event.rollout]
+        self._learn(rollout, event)
         ledger.stop_running(state, rollout)
         rollout.tokens += event.num_tokens
         if event.reason in ("stop", "length"):
@@ -174,11 +177,29 @@ class Orchestrator:
         if rollout.tokens >= state.max_tokens:
             self._finish(rollout, event)  # no budget is left: truncated, not asked for again
         elif rollout.failures < state.config.max_attempts:
+            ledger.keep(state, rollout, event)
             ledger.wait(state, rollout)
         elif rollout.evaluation is not None:
             state.stopped = f"evaluation answer {rollout.member} failed {rollout.failures} times: {event.error}"
         else:
             self._finish(rollout, event)  # the group is scored with its survivors
+
+    def _learn(self, rollout: Rollout, event: m.Generated) -> None:
+        """What this segment tells of the costs of moving and of the rate of sampling."""
+        state = self.state
+        if event.num_tokens:
+            state.sampling.observe(event.at - rollout.started, event.num_tokens)
+        if event.recomputed_tokens:
+            state.costs.computing.observe(event.recomputed_tokens, event.resume_s)
+        elif event.loaded_tokens:
+            state.costs.moving.observe(event.loaded_tokens, rollout.keep_s + event.resume_s)
+
+    def _detached(self, event: m.Detached) -> None:
+        """The instance was told, or could not be: then the segment goes on to its own end."""
+        rollout = self.state.rollouts.get(event.rollout)
+        if event.error is not None and rollout is not None and rollout.attempt == event.attempt and rollout.detaching:
+            rollout.detaching = False
+            self.state.leaving[rollout.version] -= 1
 
     def _finish(self, rollout: Rollout, event: m.Generated) -> None:
         state = self.state

@@ -4,7 +4,8 @@
     close     a full batch (or the last one there can be) is stepped
     serve     waiting answers are placed; idle instances load what is due
     switch    some instances are told to change to the newest version, the others generate on meanwhile
-    admit     new groups of the newest version (or of one still held), into slots that are free
+    move      answers leave an instance that is to change version for one that goes on with theirs
+    admit     new groups of the newest version that is held, into slots that are free
     finish    versions nobody needs are forgotten; the run is evaluated and exported
 
 Knows no event's contents and no strategy by name.
@@ -40,6 +41,7 @@ class Planner:
             instance = state.instances[event.instance]
             self._fill(instance)
             if instance.idle:
+                self._switch()
                 self._serve()
         else:
             self._switch()
@@ -146,6 +148,7 @@ class Planner:
                 self._load(instance, wanted)
         while (drain := policy.choose_drain(state)) is not None:
             state.draining[drain[0]] = drain[1]
+            self._move(state.instances[drain[0]])
 
     def _fill(self, instance: Instance) -> None:
         """Give an instance answers of the version it serves until its slots are taken."""
@@ -170,6 +173,15 @@ class Planner:
                 del state.switching[name]
         while (instance := policy.choose_switch(state)) is not None:
             state.switching[instance.id] = None
+        for name in state.switching:
+            self._move(state.instances[name])
+
+    def _move(self, instance: Instance) -> None:
+        """Tell an instance to give up answers that are better continued elsewhere."""
+        for rollout in policy.choose_moves(self.state, instance):
+            keep = policy.keep_pays(self.state, rollout)
+            ledger.detach(self.state, rollout)
+            self.commands.append(m.Detach(rollout=rollout.id, attempt=rollout.attempt, instance=instance.id, keep=keep))
 
     def _admit(self) -> None:
         """Dispatch new groups into slots that are free, as far as the strategy allows: of the newest version first;
@@ -181,14 +193,14 @@ class Planner:
         state, version = self.state, self.state.published
         if version in state.waiting or version in state.evaluating or not self._strategy.may_admit(state, version):
             return False
-        home = policy.choose_home(state)
+        home = policy.choose_home(state, version)
         if home is not None:
             self._dispatch(home, version)
         return home is not None
 
     def _admit_legacy(self) -> bool:
         state = self.state
-        home = policy.choose_legacy_home(state) if state.switching else None
+        home = policy.choose_legacy_home(state)
         if home is None or home.version is None or not self._strategy.may_admit(state, home.version):
             return False
         self._dispatch(home, home.version)
@@ -249,6 +261,7 @@ class Planner:
         return m.Load(instance=instance.id, version=instance.loading)
 
     def generate(self, rollout: Rollout, instance: Instance) -> None:
+        kept = rollout.kept_tokens if rollout.kept_layout == instance.descriptor.layout else 0
         ledger.run(self.state, rollout, instance)
         self.commands.append(
             m.Generate(
@@ -263,6 +276,7 @@ class Planner:
                 sampling=rollout.sampling,
                 generated_tokens=rollout.tokens,
                 max_tokens=self.state.max_tokens - rollout.tokens,
+                kept_tokens=kept,
             )
         )
 

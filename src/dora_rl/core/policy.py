@@ -7,7 +7,8 @@ when a new group may be dispatched, and when a complete one may take a seat.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dora_rl.core.state import Instance, State
+from dora_rl.core import balance
+from dora_rl.core.state import Instance, Rollout, State
 from dora_rl.core.types import InstanceId, RolloutId, Version
 
 
@@ -91,69 +92,160 @@ def choose_version(state: State) -> Version | None:
     return min(due or state.evaluating or state.waiting, default=None)
 
 
-def choose_home(state: State) -> Instance | None:
+def room(state: State, version: Version) -> int:
+    """How many more groups of this version could be dispatched before something would be too late for its seat."""
+    trained, batch = state.trained, state.config.batch
+    newest_deadline = state.deadline(version)
+    due = 0
+    least: int | None = None
+    for other in sorted({*state.unseated, version}):
+        due += state.unseated.get(other, 0)
+        deadline = state.deadline(other)
+        if deadline >= newest_deadline:
+            slack = state.batch.seats + batch * (deadline - trained) - due
+            least = slack if least is None else min(least, slack)
+    return max(0, least or 0)
+
+
+def work_left(state: State) -> dict[Version, int]:
+    """Unfinished answers by version; of the newest one also those that could be dispatched now."""
+    work = {version: len(waiting) for version, waiting in state.waiting.items()}
+    for version, evaluating in state.evaluating.items():
+        work[version] = work.get(version, 0) + len(evaluating)
+    for instance in state.instances.values():
+        if instance.serves is not None:
+            work[instance.serves] = work.get(instance.serves, 0) + len(instance.running) + len(instance.reserved)
+    if admission_open(state) and len(state.ready) < state.config.ready_target:
+        work[state.published] = work.get(state.published, 0) + room(state, state.published) * state.config.group_size
+    return work
+
+
+def frontier(state: State) -> Version | None:
+    """The newest version that some instance holds: what new groups are of until a newer one has been loaded."""
+    return max((i.version for i in state.instances.values() if i.version is not None), default=None)
+
+
+def hosts(state: State, version: Version) -> list[Instance]:
+    """Instances that serve a version and mean to go on with it."""
+    return [
+        instance
+        for instance in state.instances.values()
+        if instance.serves == version and instance.id not in state.switching and instance.id not in state.draining
+    ]
+
+
+def choose_home(state: State, version: Version) -> Instance | None:
     """Where a new group of the newest version starts: where most of it fits, and without a load if that is equal.
 
     Nothing is loaded for new work while a newer version is about to appear: it would be loaded a moment later again.
     """
     best: tuple[tuple[int, bool, int], Instance] | None = None
     for instance in state.instances.values():  # ties: the one that joined first
-        serves = instance.serves == state.published
+        serves = instance.serves == version
         able = serves or (instance.idle and state.publishing is None)
-        if instance.free <= 0 or not able or instance.id in state.draining:
+        free = instance.free - (arriving(state, version) if serves else 0)
+        if free <= 0 or not able or instance.id in state.draining or (serves and instance.id in state.switching):
             continue
-        score = (min(instance.free, state.config.group_size), serves, instance.free)
+        score = (min(free, state.config.group_size), serves, free)
         if best is None or score > best[0]:
             best = (score, instance)
     return best[1] if best else None
 
 
 def choose_legacy_home(state: State) -> Instance | None:
-    """While other instances change to the newest version: one that still holds an older one and has room for a group.
+    """While nobody holds the published version yet: an instance with the newest one held that has room for a group.
 
     A group that did not fit would leave members waiting, and the change of this instance with them.
     """
+    version = frontier(state)
+    if version is None or version == state.published or version in state.waiting or version in state.evaluating:
+        return None
+    expected = arriving(state, version)
     able = [
         instance
-        for instance in state.instances.values()
-        if instance.id not in state.switching
-        and instance.id not in state.draining
-        and instance.running
-        and instance.free >= min(state.config.group_size, instance.slots)
-        and instance.version != state.published
-        and instance.version not in state.waiting
-        and instance.version not in state.evaluating
+        for instance in hosts(state, version)
+        if instance.loading is None and instance.free - expected >= min(state.config.group_size, instance.slots)
     ]
     return max(able, key=lambda instance: instance.free, default=None)
 
 
+def arriving(state: State, version: Version) -> int:
+    """Answers on their way from one instance to another that serves the same version: room is kept for them."""
+    return state.leaving.get(version, 0)
+
+
 def leaves_to_others(state: State, instance: Instance) -> bool:
     """Whether an instance that is to change version should empty itself: another one goes on serving the old one."""
-    return (instance.id in state.switching and instance.loading is None) and any(
-        other.serves == instance.serves and other.id not in state.switching and other.id not in state.draining
-        for other in state.instances.values()
+    return (
+        instance.id in state.switching
+        and instance.loading is None
+        and instance.serves is not None
+        and bool(hosts(state, instance.serves))
     )
 
 
 def choose_switch(state: State) -> Instance | None:
-    """The next instance that should change to the newest version: of those with an older one, that with the least left
-    to run. Never more than half of them at once, so that the others generate on while weights are loaded."""
-    changing = sum(i.loading is not None or i.id in state.switching for i in state.instances.values())
-    if changing >= max(1, len(state.instances) // 2):
+    """The next instance that should change to the newest version.
+
+    Versions get instances in proportion to the work they have left (balance.partition); of an older version that has
+    more than its part, the instance with the least left to run changes. Never do more than half of the instances stop
+    taking new groups at once, so that the others generate on while weights are loaded.
+    """
+    held = frontier(state)
+    if held is None:
         return None
-    old = [
-        instance
-        for instance in state.instances.values()
-        if instance.version is not None
-        and instance.version < state.published
-        and instance.loading is None
-        and instance.id not in state.switching
-    ]
-    return min(old, key=lambda instance: len(instance.running), default=None)
+    stopped = sum(
+        i.loading is not None or i.id in state.switching or (i.version is not None and i.version < held)
+        for i in state.instances.values()
+    )
+    counts: dict[Version, int] | None = None
+    best: Instance | None = None
+    for instance in state.instances.values():
+        version = instance.version
+        if version is None or version >= state.published or instance.loading is not None:
+            continue
+        if instance.id in state.switching or instance.id in state.draining:
+            continue
+        if version == held and stopped >= max(1, len(state.instances) // 2):
+            continue
+        if counts is None:
+            counts = balance.partition(work_left(state), len(state.instances), newest=state.published)
+        if len(hosts(state, version)) <= counts.get(version, 0):
+            continue
+        if best is None or len(instance.running) < len(best.running):
+            best = instance
+    return best
+
+
+def choose_moves(state: State, instance: Instance) -> list[Rollout]:
+    """The answers that an instance should give up now that it is to change version: those for which another instance
+    that serves their version has room, cheapest first, if moving them costs less time than waiting for their end."""
+    if instance.loading is not None or instance.version is None:
+        return []
+    running = [state.rollouts[r] for r in instance.running]
+    running = [rollout for rollout in running if not rollout.detaching]
+    if not running:
+        return []
+    version = instance.version
+    if instance.id in state.draining:
+        chosen = [] if state.deadline(version) <= state.trained else running  # due work is never put aside
+    else:
+        places = sum(i.free for i in hosts(state, version)) - arriving(state, version)
+        places -= len(state.waiting.get(version, ()))
+        chosen = sorted(running, key=lambda r: (-r.started, r.id))[: max(0, places)]
+    # Answers are heavy-tailed: one that has run for some time will run about as long again.
+    frees = max(state.now - rollout.started for rollout in running)
+    costs = sum(state.costs.of_move(state.tokens_now(rollout)) for rollout in chosen)
+    return chosen if costs <= frees else []
+
+
+def keep_pays(state: State, rollout: Rollout) -> bool:
+    """Whether to keep the KV of an answer that leaves its instance, rather than compute its prefix again."""
+    return state.kept_bytes < state.kept_bytes_limit and state.costs.keep_pays(state.tokens_now(rollout))
 
 
 def choose_drain(state: State) -> tuple[InstanceId, Version] | None:
-    """A version whose work is due and which no instance serves, and the busy instance with the least left to run."""
+    """A version whose work is due and which no instance serves, and the instance with the least left to run."""
     served = {state.draining.get(i.id, i.serves) for i in state.instances.values()}
     due = [v for v in state.waiting if v not in served and state.deadline(v) <= state.trained]
     able = [i for i in state.instances.values() if i.id not in state.draining and i.loading is None]

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from dora_rl.config import Config
+from dora_rl.core.costs import Costs, Line
 from dora_rl.core.types import (
     UNSEATED,
     EvaluationId,
@@ -39,6 +40,14 @@ class Rollout:
     attempt: int = 0
     failures: int = 0
     tokens: int = 0
+    started: float = 0.0
+    """When its running segment was given out."""
+    detaching: bool = False
+    kept_tokens: int = 0
+    """Tokens whose KV was kept when its last segment was detached."""
+    kept_bytes: int = 0
+    kept_layout: str = ""
+    keep_s: float = 0.0
     finished: FinishReason | None = None
 
 
@@ -130,10 +139,19 @@ class State:
         self.rollouts: dict[RolloutId, Rollout] = {}
         self.instances: dict[InstanceId, Instance] = {}
         self.draining: dict[InstanceId, Version] = {}
-        """Instances that take nothing more until they are empty; then they load a version that is due and that
-        nobody serves."""
+        """Instances that give up all they have; then they load a version that is due and that nobody serves."""
         self.switching: dict[InstanceId, None] = {}
-        """Instances that take no new group until they have changed to the newest version."""
+        """Instances that take no new group, and give what they have to others of their version, until they have
+        changed to the newest one."""
+        self.leaving: Counter[Version] = Counter()
+        """Answers that were told to leave their instance and have not yet, by version."""
+        self.costs = Costs(moving=Line(), computing=Line())
+        self.sampling = Line()
+        """Tokens that a segment has sampled over the seconds it ran."""
+        self.kept_bytes = 0
+        """KV that is kept outside the engines now."""
+        self.kept_bytes_limit = int(config.rollout.kept_kv_gib * 2**30)
+        self.now = 0.0
         self.evaluations: dict[EvaluationId, Evaluation] = {}
         self.evaluated: set[Version] = set()
 
@@ -176,6 +194,11 @@ class State:
         """The last version at which the trainer may train a group of this one."""
         return Version(min(version + self.bound, self.last_trainable))
 
+    def tokens_now(self, rollout: Rollout) -> int:
+        """About how many tokens a running answer has by now, as the core hears only of whole segments."""
+        elapsed = self.now - rollout.started
+        return rollout.tokens + round(self.sampling.at(elapsed) or 0.0)
+
     @property
     def prompts_left(self) -> bool:
         return self.prompts is None or self.dispatched < self.prompts
@@ -194,6 +217,7 @@ def check(state: State) -> None:
     _check_ledger(state)
     _check_groups(state)
     _check_instances(state)
+    _check_moves(state)
     _check_bound(state)
 
 
@@ -240,6 +264,15 @@ def _check_instances(state: State) -> None:
         for rollout in (*instance.running, *instance.reserved):
             version = state.rollouts[rollout].version
             assert version == instance.serves, f"rollout {rollout} of version {version} on {instance.id} (C1)"
+
+
+def _check_moves(state: State) -> None:
+    told = Counter(r.version for r in state.rollouts.values() if r.detaching)
+    assert told == +state.leaving, f"told to leave {dict(told)}, counted {dict(state.leaving)}"
+    for rollout in state.rollouts.values():
+        assert not (rollout.detaching and rollout.instance is None), f"rollout {rollout.id} leaves, but runs nowhere"
+    kept = sum(rollout.kept_bytes for rollout in state.rollouts.values())
+    assert kept == state.kept_bytes, f"{kept} bytes of KV kept, {state.kept_bytes} counted"
 
 
 def _check_bound(state: State) -> None:

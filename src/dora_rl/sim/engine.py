@@ -11,32 +11,45 @@ from dora_rl.core.orchestrator import Orchestrator
 Recorder = Callable[[Event, Sequence[Command]], None]
 
 
-class Timeline:
-    """Earliest first; simultaneous events in the order in which they were caused."""
+class Agenda:
+    """What will happen: earliest first; simultaneous events in the order in which they were caused."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Event]] = []
-        self._cause = count()
+        self._ids = count()
+        self._dropped: set[int] = set()
 
-    def push(self, event: Event) -> None:
-        heapq.heappush(self._heap, (event.at, next(self._cause), event))
+    def add(self, event: Event) -> int:
+        number = next(self._ids)
+        heapq.heappush(self._heap, (event.at, number, event))
+        return number
 
-    def pop(self) -> Event:
-        return heapq.heappop(self._heap)[2]
+    def drop(self, number: int) -> None:
+        """Something else happened instead; it must not have been popped yet."""
+        self._dropped.add(number)
 
-    def __len__(self) -> int:
-        return len(self._heap)
+    def pop(self) -> Event | None:
+        while self._heap:
+            _, number, event = heapq.heappop(self._heap)
+            if number not in self._dropped:
+                return event
+            self._dropped.discard(number)
+        return None
 
 
 class World(Protocol):
     """What answers commands; it knows durations that the core must not know."""
 
-    def begin(self) -> Sequence[Event]:
+    def begin(self) -> None:
         """Facts that come whatever the core does: the start, instances that join, the losses to come."""
         ...
 
-    def answer(self, command: Command, *, now: float) -> Event:
-        """The one event that answers a command, with the time at which it will happen."""
+    def take(self, command: Command, *, now: float) -> None:
+        """Carry a command out: exactly one event will answer it."""
+        ...
+
+    def next(self) -> Event | None:
+        """What happens next; None: nothing ever will."""
         ...
 
 
@@ -46,14 +59,12 @@ class Deadlock(RuntimeError):
 
 def simulate(core: Orchestrator, world: World, record: Recorder) -> None:
     """Run to the end of the core's run. Raises Deadlock when nothing is left that could happen."""
-    timeline = Timeline()
-    for event in world.begin():
-        timeline.push(event)
+    world.begin()
     while not core.done:
-        if not len(timeline):
+        event = world.next()
+        if event is None:
             raise Deadlock(f"nothing will ever happen again: ledger {core.state.ledger()}")
-        event = timeline.pop()
         commands = core.step(event)
         record(event, commands)
         for command in commands:
-            timeline.push(world.answer(command, now=event.at))
+            world.take(command, now=event.at)

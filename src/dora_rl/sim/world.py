@@ -5,13 +5,13 @@ one no run could promise to end.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import assert_never
 
 from dora_rl.core import messages as m
 from dora_rl.core.types import InstanceDescriptor, InstanceId, RolloutId
+from dora_rl.sim.engine import Agenda
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,9 @@ class WorldConfig:
     train_s: float = 20.0
     publish_s: float = 1.0
     load_s: float = 0.5
+    detach_s: float = 0.1
+    resume_s: float = 0.2
+    """Of a continued answer, until its first token."""
     equal_rewards: float = 0.2
     """Share of groups that are filtered."""
     missing_rewards: float = 0.02
@@ -48,11 +51,56 @@ class RandomWorld:
         self._max_tokens = max_tokens
         self._group_size = group_size
         self._length: dict[RolloutId, int] = {}
+        self._agenda = Agenda()
+        self._running: dict[tuple[RolloutId, int], tuple[int, float, m.Generated]] = {}
+        """(rollout, attempt) -> its place in the agenda, when it began, and how it ends if nothing intervenes."""
 
-    def begin(self) -> Sequence[m.Event]:
-        started = m.RunStarted(at=0.0, prompts=self.config.prompts, evaluation_answers=self.config.evaluation_answers)
-        joined = [self.joins(index, at=self._soon(1.0)) for index in range(self.config.instances)]
-        return [started, *joined, *self.config.losses]
+    def begin(self) -> None:
+        self._agenda.add(
+            m.RunStarted(at=0.0, prompts=self.config.prompts, evaluation_answers=self.config.evaluation_answers)
+        )
+        for index in range(self.config.instances):
+            self._agenda.add(self.joins(index, at=self._soon(1.0)))
+        for loss in self.config.losses:
+            self._agenda.add(loss)
+
+    def next(self) -> m.Event | None:
+        event = self._agenda.pop()
+        if isinstance(event, m.Generated):
+            del self._running[event.rollout, event.attempt]
+        return event
+
+    def take(self, command: m.Command, *, now: float) -> None:
+        match command:
+            case m.Generate():
+                end = self._generated(command, now)
+                self._running[command.rollout, command.attempt] = (self._agenda.add(end), now, end)
+            case m.Detach():
+                self._detach(command, now)
+            case _:
+                self._agenda.add(self._answer(command, now))
+
+    def _detach(self, command: m.Detach, now: float) -> None:
+        """The segment ends within a moment with the tokens it has by then, unless it ends by itself before."""
+        error = self._error()
+        at = now + self._soon(self.config.detach_s)
+        running = self._running.get((command.rollout, command.attempt))
+        if running is not None and error is None and at < running[2].at:
+            place, began, end = running
+            self._agenda.drop(place)
+            tokens = int(end.num_tokens * (at - began) / (end.at - began))
+            cut = replace(
+                end,
+                at=at,
+                reason="detached",
+                num_tokens=tokens,
+                error=None,
+                kept_tokens=tokens if command.keep else 0,
+                kept_bytes=tokens if command.keep else 0,
+                keep_s=at - now,
+            )
+            self._running[command.rollout, command.attempt] = (self._agenda.add(cut), began, cut)
+        self._agenda.add(m.Detached(at=at, rollout=command.rollout, attempt=command.attempt, error=error))
 
     def joins(self, index: int, *, at: float) -> m.InstanceJoined:
         descriptor = InstanceDescriptor(
@@ -60,11 +108,9 @@ class RandomWorld:
         )
         return m.InstanceJoined(at=at, instance=InstanceId(f"engine-{index}"), descriptor=descriptor)
 
-    def answer(self, command: m.Command, *, now: float) -> m.Event:
+    def _answer(self, command: m.Command, now: float) -> m.Event:
         config = self.config
         match command:
-            case m.Generate():
-                return self._generated(command, now)
             case m.Load(instance=instance, version=version):
                 return m.Loaded(
                     at=now + self._soon(config.load_s), instance=instance, version=version, error=self._error()
@@ -96,6 +142,8 @@ class RandomWorld:
                 return m.Forgotten(at=now + self._soon(0.1), version=version)
             case m.Export(version=version):
                 return m.Exported(at=now + self._soon(0.1), version=version)
+            case m.Generate() | m.Detach():
+                raise AssertionError("taken elsewhere")
             case _:
                 assert_never(command)
 
@@ -116,6 +164,9 @@ class RandomWorld:
             reason="failed" if error else "length" if ends else "stop",
             num_tokens=tokens,
             error=error,
+            loaded_tokens=command.kept_tokens,
+            recomputed_tokens=command.generated_tokens - command.kept_tokens,
+            resume_s=self._soon(self.config.resume_s) if command.generated_tokens else 0.0,
         )
 
     def _draw_length(self) -> int:
