@@ -121,6 +121,9 @@ class RolloutConfig(Section):
     kept_kv_gib: float = Field(1.0, ge=0)
     """Memory for KV of answers between two instances; beyond it, and with 0, prefixes are computed again."""
 
+    move_timeout_s: float = Field(10.0, gt=0)
+    """KV that is not there within this time, at either end of a move, is computed again."""
+
     block_tokens: int = Field(32, ge=1)
     """KV block; prompts are shared in whole blocks."""
 

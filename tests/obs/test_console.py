@@ -26,6 +26,9 @@ LINE = {
     "time/exposed_rollout_s": 5.0,
     "idle/trainer_share": 0.25,
     "idle/rollout_share": 0.06,
+    "moves/count": 5,
+    "moves/bytes": 3 * 2**20,
+    "moves/recomputed_tokens": 7,
 }
 
 

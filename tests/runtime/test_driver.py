@@ -48,6 +48,8 @@ class Listener:
 
     def loaded(self, command: m.Load, *, seconds: float, canary_max_abs_diff: float) -> None: ...
 
+    def moved(self, command: m.Generate, *, fallback: str) -> None: ...
+
 
 def make_config(**schedule: Any) -> Config:
     return parse_config(

@@ -5,6 +5,7 @@ Wiring between the driver's callbacks and `obs`; decides and measures nothing of
 
 import datetime
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from dora_rl import __version__
@@ -54,6 +55,7 @@ class Recorder:
         self._timeline = Timeline(trainer_devices=config.train.ranks)
         self._iteration_s: list[float] = []
         self._largest_canary = 0.0
+        self._fallbacks: Counter[str] = Counter()
         self._journal = JournalWriter(
             folder.journal,
             JournalHeader(
@@ -109,6 +111,10 @@ class Recorder:
             self._folder.append_eval(line)
             self._out(f"{evaluation_text(line)} ({len(scored)} prompts)")
 
+    def moved(self, command: m.Generate, *, fallback: str) -> None:
+        if fallback:
+            self._fallbacks[fallback] += 1
+
     def loaded(self, command: m.Load, *, seconds: float, canary_max_abs_diff: float) -> None:
         self._largest_canary = max(self._largest_canary, canary_max_abs_diff)
 
@@ -118,6 +124,8 @@ class Recorder:
         wall_s = time.monotonic() - self._began
         metrics, evaluations = self._folder.read_metrics(), self._folder.read_eval()
         self._out("\n" + summary(metrics, evaluations, folder=self._folder.path, wall_s=wall_s, ended=ended))
+        for why, times in self._fallbacks.most_common(3):
+            self._out(f"  {'not moved':<17} {times} times: {why}")
         self._out(f"  {'canary':<17} engines and trainer differed by at most {self._largest_canary:.1e} per token")
 
     def close(self) -> None:

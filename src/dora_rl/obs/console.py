@@ -76,7 +76,7 @@ def summary(
     for sampling in ("sampled", "greedy"):
         lines += _held_out([line for line in evaluations if line["sampling"] == sampling], sampling)
     if metrics:
-        lines += [*_training_reward(metrics), *_staleness(metrics), *_throughput(metrics)]
+        lines += [*_training_reward(metrics), *_staleness(metrics), *_throughput(metrics), *_moves(metrics)]
     lines += [_item("run folder", str(folder)), _item("check it with", f"dora-rl audit {folder}")]
     return "\n".join(lines)
 
@@ -168,6 +168,15 @@ def _throughput(metrics: Sequence[Line]) -> list[str]:
     devices = max(line["throughput/devices"] for line in metrics)
     text = f"{rate} tokens/s over all {devices} devices, {seconds / len(metrics):.1f} s an iteration"
     return [_item("throughput", f"{text}; the trainer waited {waits:.0%} of the time")]
+
+
+def _moves(metrics: Sequence[Line]) -> list[str]:
+    moves = sum(line["moves/count"] for line in metrics)
+    recomputed = sum(line["moves/recomputed_tokens"] for line in metrics)
+    if not moves and not recomputed:
+        return []
+    mib = sum(line["moves/bytes"] for line in metrics) / 2**20
+    return [_item("moves", f"{moves} running answers, {mib:.0f} MiB of KV; {recomputed} prefix tokens computed again")]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -63,10 +63,9 @@ def iteration_metrics(
         **_times(window, orchestration_s),
         **_throughput(window, trained, filtered, prompt_tokens),
         **{name: _plain((stats or {}).get(name)) for name in FROM_TRAINER},
-        # Running answers do not move before step 2.
-        "moves/count": 0,
-        "moves/bytes": 0,
-        "moves/recomputed_tokens": 0,
+        "moves/count": window.moves,
+        "moves/bytes": window.moved_bytes,
+        "moves/recomputed_tokens": window.recomputed_tokens,
     }
 
 

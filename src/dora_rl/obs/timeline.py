@@ -58,6 +58,12 @@ class Window:
     slot_busy_s: float = 0.0
     generated_tokens: int = 0
     """Of segments for training that ended in this window."""
+    moves: int = 0
+    """Answers that went on after they had been told to leave their instance."""
+    moved_bytes: int = 0
+    """Of KV that the next segment loaded."""
+    recomputed_tokens: int = 0
+    """Prefix tokens of continued answers that were computed again, for whatever reason."""
     alive_max: int = 0
     running_max: int = 0
     devices: int = 0
@@ -88,6 +94,10 @@ class Timeline:
         self._groups: dict[GroupId, GroupRecord] = {}
         self._instances: dict[InstanceId, _Instance] = {}
         self._running: dict[RolloutId, Generate] = {}
+        self._detached: dict[RolloutId, int] = {}
+        """Answers that were told to leave and have not gone on yet, with the bytes of their kept KV."""
+        self._moving: dict[RolloutId, int] = {}
+        """The same, of those that run again."""
         # Versions counted by what keeps them alive: unseated groups and instances that hold them; running answers.
         self._alive: Counter[Version] = Counter()
         self._running_versions: Counter[Version] = Counter()
@@ -198,6 +208,10 @@ class Timeline:
     def _start_segment(self, command: Generate) -> None:
         self._stop(command.rollout)
         self._running[command.rollout] = command
+        if (size := self._detached.pop(command.rollout, None)) is not None:
+            self._moving[command.rollout] = size
+            if self._open is not None:
+                self._open.moves += 1
         if command.instance in self._instances:
             self._instances[command.instance].running += 1
         if command.group is None:
@@ -214,6 +228,12 @@ class Timeline:
         if command is None or (command.segment, command.attempt) != (event.segment, event.attempt):
             return  # a late answer to what was written off when its instance was lost
         self._stop(event.rollout)
+        moved = self._moving.pop(event.rollout, 0)
+        if self._open is not None:
+            self._open.moved_bytes += moved if event.loaded_tokens else 0
+            self._open.recomputed_tokens += event.recomputed_tokens
+        if event.reason == "detached":
+            self._detached[event.rollout] = event.kept_bytes
         if command.group is not None:
             record = self._groups[command.group]
             record.tokens[command.member] += event.num_tokens

@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from dora_rl.config import Config
-from dora_rl.core.types import InstanceDescriptor, InstanceId, Version
+from dora_rl.core.types import InstanceDescriptor, InstanceId, RolloutId, Version
 from dora_rl.runtime.instance import Instance
 from dora_rl.runtime.ports import (
     GenerateRequest,
@@ -23,6 +23,7 @@ from dora_rl.runtime.ports import (
     StepReport,
 )
 from dora_rl.wire.errors import RemoteError
+from dora_rl.wire.kv import Bytes, KvHandle
 from dora_rl.wire.rollouts import Trajectory
 from dora_rl.wire.weights import Manifest, RayTransport
 
@@ -125,6 +126,20 @@ class RemoteEngine:
     async def partials(self) -> Sequence[Partial]:
         partials: Sequence[Partial] = await call(self._actor.partials.remote(), self._name)
         return partials
+
+    async def detach(self, rollout: RolloutId, attempt: int, *, keep: bool) -> None:
+        await call(self._actor.detach.remote(rollout, attempt, keep=keep), self._name)
+
+    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: Sequence[Bytes] | None) -> str:
+        why: str = await call(self._actor.receive_kv.remote(rollout, handle, data), self._name)
+        return why
+
+    async def read_kv(self, rollout: RolloutId) -> Sequence[Bytes]:
+        data: Sequence[Bytes] = await call(self._actor.read_kv.remote(rollout), self._name)
+        return data
+
+    async def drop_kv(self, rollout: RolloutId) -> None:
+        await call(self._actor.drop_kv.remote(rollout), self._name)
 
     async def measure_decode(self, *, batch: int, tokens: int, prompt: Sequence[int]) -> float:
         measured = self._actor.measure_decode.remote(batch=batch, tokens=tokens, prompt=tuple(prompt))

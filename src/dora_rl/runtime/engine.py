@@ -64,7 +64,7 @@ def stop_engine(engine: "AsyncLLM") -> None:
 
 
 def _arguments(model_dir: str, rollout: RolloutConfig, dtype: str, seed: int) -> dict[str, Any]:
-    from dora_rl.runtime.engine_worker import ManyProcesses, OneProcess, WeightLoading
+    from dora_rl.runtime.engine_worker import ManyProcesses, OneProcess, WorkerExtension
 
     on_gpu = rollout.gpus_per_instance > 0
     return {
@@ -85,7 +85,12 @@ def _arguments(model_dir: str, rollout: RolloutConfig, dtype: str, seed: int) ->
         "tensor_parallel_size": rollout.tensor_parallel,
         "kv_cache_memory_bytes": None if on_gpu else int(rollout.kv_cache_gib * 2**30),
         "distributed_executor_backend": OneProcess if rollout.tensor_parallel == 1 else ManyProcesses,
-        "worker_extension_cls": f"{WeightLoading.__module__}.{WeightLoading.__qualname__}",
+        "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+        "kv_transfer_config": {
+            "kv_connector": "KvConnector",
+            "kv_connector_module_path": "dora_rl.runtime.kv_connector",
+            "kv_role": "kv_both",
+        },
         "disable_log_stats": True,
     }
 

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's own processes: taking weights from staged memory, and ending when the owner ends.
+"""What runs inside vLLM's own processes: taking weights, keeping KV, and ending when the owner ends.
 
 Named to vLLM as executor and worker extension (runtime/engine.py); imports vLLM at once, so nothing else here
 may import this module at its top.
@@ -10,6 +10,7 @@ import signal
 import threading
 from typing import Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -37,7 +38,7 @@ class ManyProcesses(MultiprocExecutor):  # type: ignore[misc]
         super()._init_executor()
 
 
-class WeightLoading:
+class WorkerExtension:
     """Added to vLLM's worker class; its methods are called by `collective_rpc`."""
 
     model_runner: Any
@@ -49,6 +50,17 @@ class WeightLoading:
         for module in self.model_runner.get_model().modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+
+    def keep_kv(self, name: str, paths: list[str]) -> None:
+        get_kv_transfer_group().keep(name, paths)
+
+    def kept_kv(self, name: str) -> list[Any] | None:
+        """Tokens, bytes and checksum; None as long as the request has not ended."""
+        kept = get_kv_transfer_group().kept(name)
+        return None if kept is None else list(kept)
+
+    def forget_kv(self, name: str) -> None:
+        get_kv_transfer_group().forget(name)
 
 
 def end_with_owner() -> None:

@@ -22,6 +22,8 @@ def failed(command: m.Command, *, at: float, error: str, saved_tokens: int = 0) 
                 num_tokens=saved_tokens,
                 error=error,
             )
+        case m.Detach(rollout=rollout, attempt=attempt):
+            return m.Detached(at=at, rollout=rollout, attempt=attempt, error=error)
         case m.Score(group=group, attempt=attempt):
             return m.Scored(at=at, group=group, attempt=attempt, rewards=(), digest="", error=error)
         case m.Accumulate(iteration=iteration, attempt=attempt, group=group):

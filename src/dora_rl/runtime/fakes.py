@@ -19,6 +19,7 @@ from dora_rl.runtime.ports import (
     StepReport,
 )
 from dora_rl.wire.errors import RemoteError
+from dora_rl.wire.kv import Bytes, KvHandle
 from dora_rl.wire.rollouts import Prompt, Trajectory
 from dora_rl.wire.weights import Canary, Manifest
 
@@ -36,6 +37,8 @@ class FakeEngine:
         self.version: Version | None = None
         self.running: dict[RolloutId, GenerateRequest] = {}
         self.loads = 0
+        self._detached: dict[RolloutId, bool] = {}
+        self._received: dict[RolloutId, int] = {}
         self._rng = Random(seed)
         self._slots = slots
         self._left = dies_after
@@ -60,15 +63,27 @@ class FakeEngine:
         if len(self.running) >= self._slots:
             raise RemoteError(f"{self.name} has {self._slots} slots and runs as many answers already")
         self.running[request.rollout] = request
+        received = self._received.pop(request.rollout, 0)
+        prefix = (*request.prompt_token_ids, *request.completion_token_ids)
         try:
             tokens: list[int] = []
             while len(tokens) < request.max_tokens and (not tokens or tokens[-1] != 0):
+                if request.rollout in self._detached:
+                    break
                 await _turns(1)
                 self._die_if_due()
                 tokens.append(self._rng.choice((0, *range(1, 10), *range(1, 10))))
         finally:
             del self.running[request.rollout]
-        reason: FinishReason = "stop" if tokens and tokens[-1] == 0 else "length"
+            keep = self._detached.pop(request.rollout, False)
+        reason: FinishReason = "length" if len(tokens) == request.max_tokens else "detached"
+        if tokens and tokens[-1] == 0:
+            reason = "stop"
+        kept = None
+        if keep and reason == "detached":
+            whole = (*prefix, *tokens)
+            kept = KvHandle(node="here", version=request.version, layout="fake", token_ids=whole, shards=())
+        continued = bool(request.completion_token_ids and tokens)
         return GenerateResult(
             rollout=request.rollout,
             attempt=request.attempt,
@@ -76,7 +91,25 @@ class FakeEngine:
             token_ids=tuple(tokens),
             logprobs=tuple(-1.0 - token / 10 for token in tokens),
             finish_reason=reason,
+            loaded_tokens=received if continued else 0,
+            recomputed_tokens=len(prefix) - 1 - received if continued else 0,
+            kept=kept,
         )
+
+    async def detach(self, rollout: RolloutId, attempt: int, *, keep: bool) -> None:
+        request = self.running.get(rollout)
+        if request is not None and request.attempt == attempt:
+            self._detached[rollout] = keep
+
+    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: Sequence[Bytes] | None) -> str:
+        await _turns(1)
+        self._received[rollout] = len(handle.token_ids) - 1
+        return ""
+
+    async def read_kv(self, rollout: RolloutId) -> Sequence[Bytes]:
+        return []
+
+    async def drop_kv(self, rollout: RolloutId) -> None: ...
 
     def _die_if_due(self) -> None:
         if self._left is not None:

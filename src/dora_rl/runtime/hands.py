@@ -22,6 +22,7 @@ from dora_rl.core.types import EvaluationId, GroupId, InstanceId, RolloutId, Sam
 from dora_rl.runtime.answers import Answer, Answers, trajectory
 from dora_rl.runtime.driver import Inbox
 from dora_rl.runtime.failures import failed, one_line
+from dora_rl.runtime.moves import Moves
 from dora_rl.runtime.ports import Engine, GenerateRequest, ProcessLost, RewardResult, Rewards, StepReport, Trainer
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.iteration_files import RolloutRow, RowStatus, write_iteration
@@ -45,6 +46,10 @@ class Listener(Protocol):
     def closed(self, command: m.Close, rows: Sequence[RolloutRow], report: StepReport | None) -> None: ...
 
     def evaluated(self, command: m.Evaluate, answers: Mapping[Sampling, Sequence["ScoredAnswer"]]) -> None: ...
+
+    def moved(self, command: m.Generate, *, fallback: str) -> None:
+        """An answer continues with the KV of its prefix, or (`fallback` says why) computes it again."""
+        ...
 
     def loaded(self, command: m.Load, *, seconds: float, canary_max_abs_diff: float) -> None: ...
 
@@ -99,6 +104,7 @@ class Hands:
         self._manifests: dict[Version, Manifest] = {}
         self._evaluation: dict[EvaluationId, dict[int, RolloutId]] = {}
         self._reports: dict[int, StepReport] = {}
+        self._moves = Moves(dict(engines), config.rollout.move_timeout_s)
         self.answers = Answers()
 
     def now(self) -> float:
@@ -149,6 +155,7 @@ class Hands:
         except Exception as error:  # noqa: BLE001 - an engine that cannot start is lost before it joined
             self._lose(instance, f"it did not start: {one_line(error)}")
             return
+        self._moves.joined(instance, descriptor.node)
         self._inbox.put_nowait(m.InstanceJoined(at=self.now(), instance=instance, descriptor=descriptor))
         self._spawn(self._listen(instance))
 
@@ -194,6 +201,9 @@ class Hands:
                 return await self._generate(command)
             case m.Load():
                 return await self._load(command)
+            case m.Detach(rollout=rollout, attempt=attempt, keep=keep):
+                await self._engine(command.instance).detach(rollout, attempt, keep=keep)
+                return m.Detached(at=self.now(), rollout=rollout, attempt=attempt)
             case m.Score():
                 return await self._score(command)
             case m.Accumulate():
@@ -223,6 +233,9 @@ class Hands:
             prompt = self._prompts.held_out[command.member // 2]
             self._evaluation.setdefault(command.evaluation, {})[command.member] = command.rollout
         answer = self.answers.begin(command, prompt, now=self.now())
+        fallback = await self._moves.hand_over(command)
+        if fallback is not None:
+            self._listener.moved(command, fallback=fallback)
         result = await self._engine(command.instance).generate(
             GenerateRequest(
                 rollout=command.rollout,
@@ -237,6 +250,8 @@ class Hands:
             )
         )
         self.answers.extend(result, now=self.now())
+        if result.kept is not None:
+            self._moves.keep(command.rollout, command.instance, result.kept)
         return m.Generated(
             at=self.now(),
             rollout=command.rollout,
@@ -246,6 +261,12 @@ class Hands:
             version=result.version,
             reason=result.finish_reason,
             num_tokens=len(result.token_ids),
+            loaded_tokens=result.loaded_tokens,
+            recomputed_tokens=result.recomputed_tokens,
+            resume_s=result.resume_s,
+            kept_tokens=len(result.kept.token_ids) if result.kept else 0,
+            kept_bytes=result.kept.nbytes if result.kept else 0,
+            keep_s=result.keep_s,
         )
 
     async def _load(self, command: m.Load) -> m.Loaded:
@@ -262,6 +283,7 @@ class Hands:
         ]
         digest = await asyncio.to_thread(self._store.put_group, group)
         self.answers.forget_group(command.group)
+        await self._moves.drop(answer.command.rollout for answer in answers)
         return m.Scored(
             at=self.now(),
             group=command.group,

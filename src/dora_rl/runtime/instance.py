@@ -6,6 +6,7 @@ out. It refuses what is out of order (ProtocolError), and says so when its engin
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from dora_rl.runtime.engine import describe, engine_processes, start_engine, sto
 from dora_rl.runtime.ports import GenerateRequest, GenerateResult, LoadReport, Partial, ProcessLost
 from dora_rl.runtime.staging import staged
 from dora_rl.wire.errors import RemoteError
+from dora_rl.wire.kv import Bytes, KeptKv, KvError, KvHandle, KvShard, verify
 from dora_rl.wire.weights import Manifest, Transport
 
 if TYPE_CHECKING:
@@ -44,17 +46,46 @@ class _Answer:
     reported: int = 0
     """How many of the tokens `partials` has given out."""
     finish_reason: str | None = None
+    began: float = field(default_factory=time.monotonic)
+    first_token_s: float = 0.0
+    cached_tokens: int = 0
+    """Prefix tokens that were there already when it was scheduled: in the prefix cache, or loaded."""
+    in_engine: bool = False
+    told_at: float = 0.0
+    """When it was asked to end; 0: it was not."""
+    keep: KeptKv | None = None
 
     @property
     def engine_id(self) -> str:
         return f"{self.request.rollout}-{self.request.attempt}"
 
     def take(self, output: "RequestOutput") -> None:
+        if not self.token_ids:
+            self.first_token_s = time.monotonic() - self.began
+            self.cached_tokens = output.num_cached_tokens or 0
         (new,) = output.outputs
         for token, at_position in zip(new.token_ids, new.logprobs or (), strict=True):
             self.token_ids.append(token)
             self.logprobs.append(at_position[token].logprob)
         self.finish_reason = new.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """Verified KV of an answer that is about to continue here."""
+
+    handle: KvHandle
+    memory: KeptKv
+    seconds: float
+    """That it took to receive it."""
+
+    def parameters(self, request: GenerateRequest) -> dict[str, Any]:
+        """For the connector; empty when it is not the KV of this prefix."""
+        prefix = (*request.prompt_token_ids, *request.completion_token_ids)
+        common = min(len(prefix), len(self.handle.token_ids))
+        if self.handle.version != request.version or prefix[:common] != self.handle.token_ids[:common]:
+            return {}
+        return {"load": {"paths": self.memory.paths, "tokens": common}}
 
 
 class Instance:
@@ -66,6 +97,9 @@ class Instance:
         """The one that may be asked for; None before the first load, while one runs, and after one that failed."""
         self._loading = False
         self._answers: dict[RolloutId, _Answer] = {}
+        self._kept: dict[RolloutId, KeptKv] = {}
+        """KV of answers that were detached here, until it has been received elsewhere."""
+        self._received: dict[RolloutId, _Received] = {}
         self.prefix_tokens_shared = 0
         """Prompt tokens that were found in the prefix cache instead of being computed, since the start."""
 
@@ -89,7 +123,8 @@ class Instance:
             await _probe(self._engine, (0,) * min(8, self._limit - 1), "warm-up")
         except Exception as error:
             raise RemoteError(f"{instance}: the engine did not start on {model_dir}: {_one_line(error)}") from error
-        return describe(self._engine, rollout, dtype)
+        self._descriptor = describe(self._engine, rollout, dtype)
+        return self._descriptor
 
     async def load(self, manifest: Manifest) -> LoadReport:
         """Change to another version and prove, by its canary, that the engine has it.
@@ -135,18 +170,17 @@ class Instance:
         engine = self._running_engine()
         self._check(request)
         answer = self._answers[request.rollout] = _Answer(request)
+        received = self._received.pop(request.rollout, None)
         try:
-            await self._follow(engine, answer, _sampling(request))
+            if not answer.told_at:
+                answer.in_engine = True
+                await self._follow(engine, answer, _sampling(request, answer.engine_id, received))
+            kept = await self._collect(engine, answer) if answer.keep is not None else None
         finally:
             del self._answers[request.rollout]
-        return GenerateResult(
-            rollout=request.rollout,
-            attempt=request.attempt,
-            version=request.version,
-            token_ids=tuple(answer.token_ids),
-            logprobs=tuple(answer.logprobs),
-            finish_reason=_FINISH_REASONS[answer.finish_reason or ""],  # type: ignore[arg-type]
-        )
+            if received is not None:
+                received.memory.close()
+        return _result(answer, received, kept)
 
     async def partials(self) -> list[Partial]:
         """What the unfinished answers have sampled since the last call; answers without news are left out.
@@ -168,11 +202,48 @@ class Instance:
                 )
         return news
 
-    async def detach(self, rollout: RolloutId) -> None:
+    async def detach(self, rollout: RolloutId, attempt: int, *, keep: bool) -> None:
         """Ask a running segment to end now, with reason "detached"; one that has just ended is left alone."""
-        if answer := self._answers.get(rollout):
-            # It is known to the engine by now: between its entry in the table and in the engine nothing awaits.
-            await self._running_engine().abort(answer.engine_id)
+        answer = self._answers.get(rollout)
+        if answer is None or answer.request.attempt != attempt or answer.told_at:
+            return
+        answer.told_at = time.monotonic()
+        if not answer.in_engine:
+            answer.finish_reason = "abort"
+            return
+        engine = self._running_engine()
+        if keep:
+            answer.keep = KeptKv.empty(answer.engine_id, self._rollout.tensor_parallel)
+            # Known to the engine before the abort: both come to it in order.
+            await engine.collective_rpc("keep_kv", args=(answer.engine_id, answer.keep.paths))
+        await engine.abort(answer.engine_id)
+
+    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: Sequence[Bytes] | None) -> str:
+        began = time.monotonic()
+        memory: KeptKv | None = None
+        try:
+            handle.check(version=self._version, layout=self._descriptor.layout)
+            memory = KeptKv.opened(handle) if data is None else KeptKv.of(str(rollout), data)
+            async with asyncio.timeout(self._rollout.move_timeout_s):
+                await asyncio.to_thread(verify, handle, memory)  # many bytes, and others wait for the loop
+        except (KvError, TimeoutError) as error:
+            if memory is not None:
+                memory.close()
+            return (
+                str(error) or f"KV was not verified within rollout.move_timeout_s = {self._rollout.move_timeout_s:g} s"
+            )
+        self._received[rollout] = _Received(handle, memory, time.monotonic() - began)
+        return ""
+
+    async def read_kv(self, rollout: RolloutId) -> Sequence[Bytes]:
+        kept = self._kept.get(rollout)
+        if kept is None:
+            raise RemoteError(f"{self._name}: no KV of rollout {rollout} is kept here")
+        return kept.read()
+
+    async def drop_kv(self, rollout: RolloutId) -> None:
+        if kept := self._kept.pop(rollout, None):
+            kept.close()
 
     async def measure_decode(self, *, batch: int, tokens: int, prompt: Sequence[int]) -> float:
         """Decoded tokens per second of `batch` answers at once, from everyone's first token to the last one's end."""
@@ -260,6 +331,36 @@ class Instance:
                 f"{self._name}: rollout {request.rollout}: {_one_line(error.__cause__ or error)}"
             ) from error
 
+    async def _collect(self, engine: "AsyncLLM", answer: _Answer) -> KvHandle | None:
+        """The handle of a detached segment's KV, once the engine has written it; None when there is none in time."""
+        memory, request = answer.keep, answer.request
+        assert memory is not None, f"rollout {request.rollout} was detached without keeping its KV"
+        facts: list[Any] = [None]
+        if answer.finish_reason != "abort":
+            await engine.collective_rpc("forget_kv", args=(answer.engine_id,))
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._rollout.move_timeout_s):
+                    # Each call waits for the engine's next step, in which it writes.
+                    while any(one is None for one in facts):
+                        facts = await engine.collective_rpc("kept_kv", args=(answer.engine_id,))
+        if any(one is None or one[0] == 0 for one in facts):
+            memory.close()
+            return None
+        self._kept[request.rollout] = memory
+        tokens = [*request.prompt_token_ids, *request.completion_token_ids, *answer.token_ids]
+        return KvHandle(
+            node=self._descriptor.node,
+            version=request.version,
+            layout=self._descriptor.layout,
+            # The engine may have computed more than it has handed out; what it has handed out is the answer.
+            token_ids=tuple(tokens[: min(one[0] for one in facts)]),
+            shards=tuple(
+                KvShard(path=path, nbytes=size, checksum=digest)
+                for path, (_, size, digest) in zip(memory.paths, facts, strict=True)
+            ),
+        )
+
     async def _hand_over(self, engine: "AsyncLLM", manifest: Manifest) -> None:
         staging = staged(self._transport, manifest, self._rollout.no_progress_s)
         # In a thread, because the transport may block and partials must still be answered.
@@ -278,7 +379,26 @@ class Instance:
         return max(abs(a - b) for a, b in zip(ours, canary.logprobs, strict=True))
 
 
-def _sampling(request: GenerateRequest) -> "SamplingParams":
+def _result(answer: _Answer, received: _Received | None, kept: KvHandle | None) -> GenerateResult:
+    request = answer.request
+    prefix = len(request.prompt_token_ids) + len(request.completion_token_ids)
+    continued = bool(request.completion_token_ids and answer.token_ids)
+    return GenerateResult(
+        rollout=request.rollout,
+        attempt=request.attempt,
+        version=request.version,
+        token_ids=tuple(answer.token_ids),
+        logprobs=tuple(answer.logprobs),
+        finish_reason=_FINISH_REASONS[answer.finish_reason or ""],  # type: ignore[arg-type]
+        loaded_tokens=min(len(received.handle.token_ids), prefix - 1) if continued and received else 0,
+        recomputed_tokens=prefix - answer.cached_tokens - 1 if continued else 0,
+        resume_s=answer.first_token_s + (received.seconds if received else 0.0) if continued else 0.0,
+        kept=kept,
+        keep_s=time.monotonic() - answer.told_at if kept else 0.0,
+    )
+
+
+def _sampling(request: GenerateRequest, name: str, received: _Received | None) -> "SamplingParams":
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -289,6 +409,8 @@ def _sampling(request: GenerateRequest) -> "SamplingParams":
         logprobs=0,  # of the sampled token alone
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        # vLLM gives requests ids of its own; the connector knows them by this name.
+        extra_args={"kv_transfer_params": {"name": name} | (received.parameters(request) if received else {})},
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from dora_rl.core.types import FinishReason, GroupId, InstanceDescriptor, RolloutId, Version
 from dora_rl.wire.errors import RemoteError
+from dora_rl.wire.kv import Bytes, KvHandle
 from dora_rl.wire.rollouts import Prompt, Trajectory
 from dora_rl.wire.weights import Manifest
 
@@ -45,6 +46,16 @@ class GenerateResult:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    loaded_tokens: int = 0
+    """Prefix tokens whose KV was loaded."""
+    recomputed_tokens: int = 0
+    """Prefix tokens that had to be computed although an earlier segment had done so."""
+    resume_s: float = 0.0
+    """Of a continued answer: seconds from the request to its first token."""
+    kept: KvHandle | None = None
+    """Of a detached segment: KV of all that it has."""
+    keep_s: float = 0.0
+    """Seconds it took to keep it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +82,23 @@ class Engine(Protocol):
     async def load(self, manifest: Manifest) -> LoadReport: ...
     async def generate(self, request: GenerateRequest) -> GenerateResult: ...
     async def partials(self) -> Sequence[Partial]: ...
+    async def detach(self, rollout: RolloutId, attempt: int, *, keep: bool) -> None:
+        """End a running segment; with `keep` its result has a handle to its KV. One that has ended is left alone."""
+        ...
+
+    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: Sequence[Bytes] | None) -> str:
+        """Take over KV that another instance has kept, for this rollout's next segment here; its bytes come as `data`
+        from another node. Returns why not, or nothing: the segment computes the prefix again then."""
+        ...
+
+    async def read_kv(self, rollout: RolloutId) -> Sequence[Bytes]:
+        """The bytes of KV that is kept here, for an instance on another node."""
+        ...
+
+    async def drop_kv(self, rollout: RolloutId) -> None:
+        """KV that is kept here is needed no more."""
+        ...
+
     async def measure_decode(self, *, batch: int, tokens: int, prompt: Sequence[int]) -> float: ...
     async def shutdown(self) -> None: ...
 
