@@ -224,6 +224,51 @@ class AuditConfig(Section):
     """Weights of the last so many versions stay in the run's folder."""
 
 
+class PaceConfig(Section):
+    """Paced emulation: every duration comes from one law, and answers have forced lengths."""
+
+    decode_step_s: float = Field(0.03, gt=0)
+    """One decode step of an instance..."""
+
+    decode_answer_s: float = Field(0.0, ge=0)
+    """...and what every answer that runs on it adds."""
+
+    prefill_token_s: float = Field(0.0, ge=0)
+    """One token of a prefix that has to be computed; the instance does nothing else meanwhile."""
+
+    train_token_s: float = Field(0.001, gt=0)
+    """One trained token on one trainer device."""
+
+    trainer_devices: int = Field(1, ge=1)
+    """Devices that share the trainer's work."""
+
+    step_s: float = Field(0.0, ge=0)
+    """The optimizer step."""
+
+    publish_s: float = Field(0.0, ge=0)
+    """From the optimizer step to weights that instances can load."""
+
+    load_s: float = Field(0.0, ge=0)
+    """One instance's change of version."""
+
+    move_s: float = Field(0.0, ge=0)
+    """Keeping or loading an answer's KV: fixed part..."""
+
+    move_token_s: float = Field(0.0, ge=0)
+    """...and per token of its prefix."""
+
+    prompt_tokens: int = Field(64, ge=1)
+    length_mean: float = Field(40.0, gt=0)
+    """Mean answer length in tokens, before the cut."""
+    length_sigma: float = Field(0.99, ge=0)
+    """Of the lognormal distribution of lengths."""
+    length_cut: float = Field(12.5, gt=0)
+    """Longest answer, in means."""
+
+    early_training: bool = True
+    """Whether the trainer computes a group when it takes its seat, or all of them when the batch is full."""
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -234,6 +279,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     audit: AuditConfig = AuditConfig()
+    pace: PaceConfig = PaceConfig()
 
     @property
     def max_model_tokens(self) -> int:
