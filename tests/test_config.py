@@ -66,7 +66,7 @@ def test_a_value_out_of_bounds_or_of_the_wrong_type_is_named_with_what_came(raw,
     ((_, value),) = values.items()
     message = refusal(raw)
     assert message.startswith(setting)
-    assert message.endswith(f"got {value!r}")
+    assert f"got {value!r}" in message
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}])

@@ -364,7 +364,8 @@ def _explain(error: ValidationError) -> str:
     if fault["type"] == "extra_forbidden":
         *section, name = (str(part) for part in fault["loc"])
         known = _known_keys(section)
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        nearest = difflib.get_close_matches(name, [*known, *map(_initials, known)], n=1, cutoff=0.0)
+        nearest = [key for key in known if nearest and nearest[0] in (key, _initials(key))][:1]
         kind = "setting" if section else "section"
         return f"unknown {kind} {where}; did you mean {'.'.join([*section, *nearest])}?"
     if fault["type"] == "missing":
@@ -372,7 +373,13 @@ def _explain(error: ValidationError) -> str:
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return str(cause)
+    if fault["type"] == "tuple_type":
+        return f"{where}: should be a list, got {fault['input']!r}; write [{_toml_value(fault['input'])}]"
     return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"
+
+
+def _initials(key: str) -> str:
+    return "".join(word[0] for word in key.split("_"))
 
 
 def _known_keys(section: list[str]) -> list[str]:

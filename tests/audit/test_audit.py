@@ -277,7 +277,7 @@ def test_a_bound_below_what_was_trained_is_a_broken_promise_that_names_the_traje
     ("name", "text", "said"),
     [
         ("config.toml", None, "name an existing TOML file"),
-        ("journal.jsonl", None, "name a run's folder"),
+        ("journal.jsonl", None, "name the folder that dora-rl train has printed"),
         ("journal.jsonl", "", "has no header"),
         ("journal.jsonl", '{"config_hash": "x"}\n{"event"\n', "line 2: .*; the journal was damaged, restore it"),
         ("journal.jsonl", '{"config_hash": "x"}\n{"commands": []}\n', "line 2: KeyError"),

@@ -20,6 +20,7 @@ LINE = {
     "staleness/max": 2,
     "staleness/histogram": {"0": 1, "2": 7},
     "throughput/tokens_per_s": 351.2,
+    "throughput/generated_tokens_per_s": 40.0,
     "throughput/devices": 3,
     "completion/length_mean": 43.2,
     "time/iteration_s": 20.0,
@@ -113,7 +114,8 @@ def test_the_summary_tells_gain_staleness_throughput_and_how_to_check_it():
         "difference by prompt +0.500 ± 0.289, +1.7 standard errors",
         "held-out greedy   0.500 ± 0.289 at version 0 (4 prompts)",
         "0: 9 (12%), 2: 63 (88%) of 72 trained groups",
-        "351 tokens/s over all 3 devices, 20.0 s an iteration; the trainer waited 25% of the time",
+        "351 tokens/s of prompts and answers, 40 of answers; 3 devices",
+        "20.0 s an iteration; the trainer waited 25% of it",
         "dora-rl audit runs/x",
     ):
         assert part in text

@@ -1,6 +1,9 @@
 """The stream of prompts: the same everywhere, nothing twice in an epoch, and held-out questions nowhere in training."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -309,10 +312,27 @@ def test_a_missing_or_empty_file_is_an_error(write, tmp_path):
 
 
 def test_a_file_in_which_every_prompt_is_too_long_is_an_error(write):
-    with pytest.raises(DataError, match=r"0 different prompts fit rollout.max_prompt_tokens = 1"):
+    with pytest.raises(DataError, match=r"none of its 1 prompts fits rollout.max_prompt_tokens = 1; the shortest has"):
         rows(write(GOOD), max_prompt_tokens=1)
 
 
 def test_an_unknown_source_is_an_error():
     with pytest.raises(DataError, match=r"data.source must be"):
         open_dataset(source="parquet", seed=0, held_out=0, tokenize=count_words, max_prompt_tokens=9)
+
+
+RECIPES_DIGEST = """
+import hashlib
+from dora_rl.rl.tasks import RECIPES
+problems = [(task.problem(n), task.examples(3)) for task in RECIPES.values() for n in (0, 1, 2**30)]
+print(hashlib.sha256(repr(problems).encode()).hexdigest())
+"""
+
+
+def test_recipes_ask_the_same_in_every_process():
+    def digest(hash_seed: str) -> str:
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", RECIPES_DIGEST]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120).stdout
+
+    assert digest("1") == digest("2") != ""

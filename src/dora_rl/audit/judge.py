@@ -14,6 +14,10 @@ def audit_run(folder: Path, recompute: int = 0) -> Report:
 
     `recompute`: score so many trajectories again under the kept weights; needs torch, the rest does not.
     """
+    if not (folder / "journal.jsonl").is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/journal.jsonl"))
+        hint = f"runs in it: {', '.join(inside)}" if inside else "name the folder that dora-rl train has printed"
+        raise AuditError(f"{folder} is no run's folder (no journal.jsonl in it); {hint}")
     try:
         config = load_config(folder / "config.toml")
     except ConfigError as error:

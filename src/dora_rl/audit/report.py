@@ -53,7 +53,7 @@ class Report:
         """The same for people: verdict, one line per promise, one per problem."""
         ledger = ", ".join(f"{n} {name}" for name, n in self.c2.items() if n and name != "dispatched")
         lines = [
-            f"verdict: {self.verdict}",
+            f"verdict: {self.verdict}" + ("" if self.c2.get("trained") else " (but nothing was trained)"),
             f"  C1 one version per trajectory   {self.c1['trajectories']} trajectories, {self.c1['tokens']} tokens",
             f"  C2 nothing thrown away          {self.c2['dispatched']} groups dispatched: {ledger or 'none'}",
             f"  C3 bounded staleness            {_staleness(self.c3)}",

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dora_rl import __version__
 from dora_rl.config import Config, ConfigError, load_config
 
 
@@ -32,18 +33,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dora-rl", description="Reinforcement learning that never waits for the longest answer."
     )
+    parser.add_argument("--version", action="version", version=f"dora-rl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a model as a configuration says")
-    train.add_argument("config", type=Path, metavar="CONFIG.toml")
-    train.add_argument("--set", action="append", default=[], metavar="section.key=VALUE", help="change one setting")
+    train = commands.add_parser(
+        "train",
+        help="train a model as a configuration says",
+        epilog="Example: dora-rl train examples/quickstart.toml --set run.seed=1 --set run.iterations=5. Every setting "
+        "stands in src/dora_rl/config.py. Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted.",
+    )
+    train.add_argument("config", type=Path, metavar="CONFIG.toml", help="a TOML file, like those in examples/")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="section.key=VALUE", help="change one setting (may be repeated)"
+    )
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's own folder (default: runs/NAME-TIME)")
     train.set_defaults(run=_train)
 
     audit = commands.add_parser("audit", help="prove from a run's folder that it kept its promises")
     audit.add_argument("folder", type=Path, metavar="RUN")
     audit.add_argument(
-        "--recompute", type=int, default=0, metavar="N", help="score N answers again, under kept weights"
+        "--recompute",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="score N answers again, under kept weights (default: none)",
     )
     audit.add_argument("--json", action="store_true", help="print the report as JSON")
     audit.set_defaults(run=_audit)
@@ -54,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     core.add_argument("--json", action="store_true", help="print the figures as JSON")
     core.set_defaults(run=_bench_core)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a number from 0 on is needed, got {text!r}")
+    return int(text)
 
 
 def _train(arguments: argparse.Namespace) -> int:

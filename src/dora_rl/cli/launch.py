@@ -31,6 +31,7 @@ from dora_rl.rl.rewards import load_reward
 from dora_rl.runtime.cluster import (
     RemoteEngine,
     RemoteTrainer,
+    check_devices,
     start_cluster,
     start_engines,
     stop_cluster,
@@ -71,6 +72,11 @@ def prepare(config: Config, path: Path, out: Print) -> Prepared:
     except OSError as error:
         raise ConfigError(f"{path} cannot become a run's folder ({error}); name a new one with --run-dir") from error
     try:
+        # Cheap mistakes first: converting a model takes half a minute.
+        for name in config.reward.functions:
+            load_reward(name)
+        if config.data.path is not None and not Path(config.data.path).is_file():
+            raise DataError(f"data.path: there is no file {config.data.path}; name an existing one")
         out(f"preparing {config.model.path} and its data")
         model_dir = path / "model"
         prepare_model(config.model.path, model_dir)
@@ -90,8 +96,6 @@ def prepare(config: Config, path: Path, out: Print) -> Prepared:
         if dataset.skipped:
             limit = config.rollout.max_prompt_tokens
             out(f"{dataset.skipped} prompts are longer than rollout.max_prompt_tokens = {limit} and left out")
-        for name in config.reward.functions:
-            load_reward(name)
         return Prepared(
             config=config,
             folder=folder,
@@ -124,6 +128,7 @@ async def processes(run: Prepared) -> AsyncIterator[Processes]:
     engines: dict[InstanceId, RemoteEngine] = {}
     rewards: RewardPool | None = None
     try:
+        check_devices(config)
         actor = ray.remote(concurrency_groups={"publish": 1})(TrainerRank).options(**trainer_options(config))
         path = run.folder.path.resolve()
         trainer = RemoteTrainer(actor.remote(config, model_dir, path / "weights", path / "export", RayTransport()))

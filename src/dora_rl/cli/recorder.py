@@ -43,6 +43,10 @@ class TimedOrchestrator(Orchestrator):
         return seconds
 
 
+NOTES = 5
+"""Different reasons for a missing reward that are printed as they happen; all of them are in the rollouts' extras."""
+
+
 class Recorder:
     """One per run. `record` is the driver's callback; the other methods are the hands'."""
 
@@ -56,6 +60,7 @@ class Recorder:
         self._iteration_s: list[float] = []
         self._largest_canary = 0.0
         self._fallbacks: Counter[str] = Counter()
+        self._notes: set[str] = set()
         self._journal = JournalWriter(
             folder.journal,
             JournalHeader(
@@ -70,6 +75,9 @@ class Recorder:
     def record(self, event: m.Event, commands: Sequence[m.Command]) -> None:
         self._journal.record(event, commands)
         self._timeline.record(event, commands)
+        if isinstance(event, m.Scored) and event.note and event.note not in self._notes and len(self._notes) < NOTES:
+            self._notes.add(event.note)
+            self._out(f"  an answer of group {event.group} has no reward: {event.note}")
 
     def closed(self, command: m.Close, rows: Sequence[RolloutRow], report: StepReport | None) -> None:
         prompt_tokens: dict[GroupId, int] = {}

@@ -53,7 +53,7 @@ class Floor:
     def to_text(self) -> str:
         how = "+" if self.shared else "or, if longer,"
         return (
-            f"throughput floor: {self.decoded_tokens} tokens decoded / {self.decode_rate:.0f} per s "
+            f"the least time this machine needs: {self.decoded_tokens} tokens decoded / {self.decode_rate:.0f} per s "
             f"(all instances, {self.decode_batch} answers each) {how} {self.trained_tokens} tokens trained / "
             f"{self.train_rate:.0f} per s = {self.floor_s:.0f} s; the iterations took {self.actual_s:.0f} s, "
             f"so they ran at {self.share:.0%} of it"

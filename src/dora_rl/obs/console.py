@@ -77,7 +77,7 @@ def summary(
         lines += _held_out([line for line in evaluations if line["sampling"] == sampling], sampling)
     if metrics:
         lines += [*_training_reward(metrics), *_staleness(metrics), *_throughput(metrics), *_moves(metrics)]
-    lines += [_item("run folder", str(folder)), _item("check it with", f"dora-rl audit {folder}")]
+    lines += [_item("run folder", str(folder)), *_model(folder), _item("check it with", f"dora-rl audit {folder}")]
     return "\n".join(lines)
 
 
@@ -148,6 +148,17 @@ def _training_reward(metrics: Sequence[Line]) -> list[str]:
     return [_item("training reward", text)]
 
 
+def _model(folder: Path) -> list[str]:
+    """Where the trained weights are."""
+    if (folder / "export").is_dir():
+        return [_item("trained model", f"{folder / 'export'} (Hugging Face format)")]
+    versions = [int(path.name) for path in folder.glob("weights/*") if path.name.isdecimal()]
+    if not versions:
+        return []
+    newest = folder / "weights" / str(max(versions))
+    return [_item("latest weights", f"{newest}; their config and tokenizer are in {folder / 'model'}")]
+
+
 def _staleness(metrics: Sequence[Line]) -> list[str]:
     totals = staleness_totals(metrics)
     everything = sum(totals.values())
@@ -166,8 +177,11 @@ def _throughput(metrics: Sequence[Line]) -> list[str]:
     rate = _number(tokens / seconds if known else None, 0)
     waits = fsum(line["time/exposed_rollout_s"] for line in metrics) / seconds
     devices = max(line["throughput/devices"] for line in metrics)
-    text = f"{rate} tokens/s over all {devices} devices, {seconds / len(metrics):.1f} s an iteration"
-    return [_item("throughput", f"{text}; the trainer waited {waits:.0%} of the time")]
+    generated = fsum(line["throughput/generated_tokens_per_s"] * line["time/iteration_s"] for line in metrics) / seconds
+    return [
+        _item("throughput", f"{rate} tokens/s of prompts and answers, {generated:.0f} of answers; {devices} devices"),
+        _item("time", f"{seconds / len(metrics):.1f} s an iteration; the trainer waited {waits:.0%} of it"),
+    ]
 
 
 def _moves(metrics: Sequence[Line]) -> list[str]:

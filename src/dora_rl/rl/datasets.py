@@ -194,10 +194,17 @@ class RowStream:
         fitting = [(row, ids) for row, ids in zip(rows, token_ids, strict=True) if len(ids) <= max_prompt_tokens]
         self.skipped = len(rows) - len(fitting)
         contents = sorted({row.content for row, _ in fitting}, key=lambda content: _number("split", content))
+        if not contents:
+            shortest = min(map(len, token_ids), default=0)
+            raise DataError(
+                f"{name}: none of its {len(rows)} prompts fits rollout.max_prompt_tokens = {max_prompt_tokens}; the "
+                f"shortest has {shortest} tokens, raise the limit"
+            )
         if len(contents) <= held_out:
             raise DataError(
-                f"{name}: {len(contents)} different prompts fit rollout.max_prompt_tokens = {max_prompt_tokens}, not "
-                f"more than the {held_out} held out; lower eval.prompts, raise the limit or add rows"
+                f"{name}: {len(contents)} different prompts in {len(rows)} rows fit "
+                f"rollout.max_prompt_tokens = {max_prompt_tokens}, not more than the {held_out} held out; lower "
+                "eval.prompts, raise the limit or add rows"
             )
         chosen = set(contents[:held_out])
         # Of equal held-out rows the first is asked; all of them are kept out of training.

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from dora_rl.config import Config
+from dora_rl.config import Config, ConfigError
 from dora_rl.core.types import InstanceDescriptor, InstanceId, RolloutId, Version
 from dora_rl.runtime.instance import Instance
 from dora_rl.runtime.ports import (
@@ -50,6 +50,17 @@ def start_cluster(config: Config, *, model_bytes: int) -> None:
         log_to_driver=False,
         logging_level="error",
     )
+
+
+def check_devices(config: Config) -> None:
+    """Raises ConfigError when the cluster has not the GPUs asked for: Ray would wait for them without a word."""
+    asked = config.rollout.instances * config.rollout.gpus_per_instance
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if asked > there:
+        raise ConfigError(
+            f"rollout.instances * rollout.gpus_per_instance = {asked} GPUs, but the cluster has {there}; lower one of "
+            "them (0 GPUs run on the CPU) or join a larger cluster with RAY_ADDRESS"
+        )
 
 
 def stop_cluster() -> None:

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import logging
 
 from dora_rl.config import ConfigError
+from dora_rl.train.model import save_model
 from dora_rl.train.tiny import tiny_model, tiny_tokenizer
 
 _PACKAGE, _TINY = "package:", "tiny:"
@@ -131,7 +132,7 @@ def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     # One file, whatever the size: the audit and the weight store read model.safetensors by name.
-    model.save_pretrained(partial, max_shard_size="1TB")
+    save_model(model, partial)
     tokenizer.save_pretrained(partial)
     shutil.rmtree(out, ignore_errors=True)
     partial.rename(out)

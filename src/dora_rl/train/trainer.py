@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dora_rl.config import Config
 from dora_rl.train.gradient import GradientSum
-from dora_rl.train.model import load_model, tree_scores
+from dora_rl.train.model import load_model, save_model, tree_scores
 from dora_rl.train.tree import TokenPair, build_tree
 from dora_rl.wire.rollouts import Trajectory
 from dora_rl.wire.weights import Canary
@@ -119,7 +119,7 @@ class Trainer:
         """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; it appears whole or not at all."""
         partial = path.with_name(path.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        self._model.save_pretrained(partial, max_shard_size="1TB")
+        save_model(self._model, partial)
         for file in sorted(self._model_dir.iterdir()):
             if file.is_file() and not (partial / file.name).exists():
                 shutil.copyfile(file, partial / file.name)  # the tokenizer and its chat template

@@ -251,12 +251,21 @@ def save_version(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
     save_file(
         {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial / _TENSORS, {"format": "pt"}
     )
+    readable_like_others([partial / _TENSORS])
     facts = SavedVersion(manifest.version, manifest.parent, manifest.checksum, manifest.canary)
     (partial / _FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
     for path in (partial / _TENSORS, partial / _FACTS, partial):
         _flush(path)
     partial.rename(folder)
     _flush(folder.parent)
+
+
+def readable_like_others(paths: Iterable[Path]) -> None:
+    """safetensors makes its files readable for nobody else; give them the mode that any new file has."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for path in paths:
+        path.chmod(0o666 & ~umask)
 
 
 def load_saved(folder: Path) -> tuple[SavedVersion, dict[str, Tensor]]:
