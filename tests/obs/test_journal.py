@@ -33,6 +33,9 @@ descriptors = st.builds(
 BY_NAME = {
     "at": seconds,
     "busy_s": seconds,
+    "resume_s": seconds,
+    "keep_s": seconds,
+    "keep": st.booleans(),
     "descriptor": descriptors,
     "instance": st.text(max_size=8),
     "reason": st.text(max_size=8),
