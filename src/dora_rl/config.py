@@ -144,8 +144,17 @@ class RolloutConfig(Section):
 
 
 class ScheduleConfig(Section):
-    strategy: Literal["sync", "dora"] = "dora"
-    """`sync`: every batch waits for its own answers. `dora`: several versions generate at once, staleness bounded."""
+    strategy: Literal["sync", "dora", "one_step_off", "partial", "drop_stale"] = "dora"
+    """`dora`: several versions generate at once, staleness bounded, nothing thrown away. What it is measured against:
+    `sync`: every batch waits for its own answers. `one_step_off`: one batch is trained while the next is generated.
+    `partial`: running answers go on under each new version (breaks C1). `drop_stale`: throws away what has become too
+    old (breaks C2)."""
+
+    kv: Literal["keep", "recompute"] = "keep"
+    """`partial` only: whether an answer that goes on under new weights keeps the KV of the old ones."""
+
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """`colocated` (sync and partial only): all devices generate, then all of them train."""
 
     max_staleness_versions: int = Field(2, ge=0)
     """K: a group sampled by version b is trained at a version v with v - b <= K. 0 is on-policy."""
@@ -169,6 +178,20 @@ class ScheduleConfig(Section):
 
     max_attempts: int = Field(3, ge=1)
     """How often a thing that fails for reasons of infrastructure is tried before the run stops (or its group fails)."""
+
+    @model_validator(mode="after")
+    def _refuse_what_cannot_share_devices(self) -> "ScheduleConfig":
+        if self.placement == "colocated" and self.strategy not in ("sync", "partial"):
+            raise ConfigError(
+                f"schedule.placement: colocated needs schedule.strategy sync or partial, got {self.strategy!r}; "
+                "the others train while they generate"
+            )
+        return self
+
+    @property
+    def bound(self) -> int:
+        """The staleness that the strategy promises to keep to, in versions."""
+        return {"sync": 0, "one_step_off": 1}.get(self.strategy, self.max_staleness_versions)
 
     @property
     def batch(self) -> int:

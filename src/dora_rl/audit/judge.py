@@ -63,7 +63,7 @@ def audit_run(folder: Path, recompute: int = 0) -> Report:
 
 def promised_bound(config: Config) -> int:
     """K. The synchronous strategy promises more than its setting says."""
-    return 0 if config.schedule.strategy == "sync" else config.schedule.max_staleness_versions
+    return config.schedule.bound
 
 
 def ledger(history: History) -> dict[str, int]:

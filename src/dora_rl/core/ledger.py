@@ -8,7 +8,7 @@ from collections import deque
 
 from dora_rl.core.messages import Generated
 from dora_rl.core.state import Evaluation, Group, Instance, Rollout, State
-from dora_rl.core.types import UNSEATED, EvaluationId, GroupId, GroupStatus, RolloutId, Version
+from dora_rl.core.types import UNFINISHED, UNSEATED, EvaluationId, GroupId, GroupStatus, InstanceId, RolloutId, Version
 
 
 def set_status(state: State, group: Group, status: GroupStatus) -> None:
@@ -18,18 +18,24 @@ def set_status(state: State, group: Group, status: GroupStatus) -> None:
         return
     state.counts[old] -= 1
     state.counts[status] += 1
-    if (old in UNSEATED) != (status in UNSEATED):
-        count = state.unseated.get(group.version, 0) + (1 if status in UNSEATED else -1)
-        if count:
-            state.unseated[group.version] = count
-        else:
-            del state.unseated[group.version]
+    for kind, counted in ((UNSEATED, state.unseated), (UNFINISHED, state.unfinished)):
+        if (old in kind) != (status in kind):
+            _count(counted, group.version, 1 if status in kind else -1)
     if old is GroupStatus.READY:
         state.ready.remove((group.version, group.id))
         heapq.heapify(state.ready)
     if status is GroupStatus.READY:
         heapq.heappush(state.ready, (group.version, group.id))
     group.status = status
+
+
+def _count(counted: dict[Version, int], version: Version, change: int) -> None:
+    """Only versions that have any are in it."""
+    count = counted.get(version, 0) + change
+    if count:
+        counted[version] = count
+    else:
+        del counted[version]
 
 
 def new_group(state: State, version: Version) -> Group:
@@ -40,7 +46,8 @@ def new_group(state: State, version: Version) -> Group:
     state.dispatched += 1
     state.groups[group.id] = group
     state.counts[group.status] += 1
-    state.unseated[version] = state.unseated.get(version, 0) + 1
+    _count(state.unseated, version, 1)
+    _count(state.unfinished, version, 1)
     for position, member in enumerate(members):
         state.rollouts[member] = Rollout(id=member, group=group.id, evaluation=None, member=position, version=version)
         wait(state, state.rollouts[member])
@@ -139,6 +146,44 @@ def forget_kept(state: State, rollout: Rollout) -> None:
     rollout.kept_tokens, rollout.kept_bytes, rollout.kept_layout = 0, 0, ""
 
 
+def drop(state: State, group: Group) -> list[tuple[Rollout, InstanceId]]:
+    """Throw a group away; returns its running answers, whose ends only free their slots."""
+    running = []
+    for member in group.members:
+        rollout = state.rollouts[member]
+        if rollout.instance is not None and rollout.id in state.instances[rollout.instance].running:
+            instance = state.instances[rollout.instance]
+            running.append((rollout, instance.id))
+            del instance.running[rollout.id]
+            instance.ending.add((rollout.id, rollout.attempt))
+            state.written_off.add((rollout.id, rollout.attempt))
+            if rollout.detaching:
+                rollout.detaching = False
+                state.leaving[rollout.version] -= 1
+        elif rollout.instance is not None:
+            state.instances[rollout.instance].reserved.remove(rollout.id)
+        elif rollout.finished is None:
+            heap = state.waiting[rollout.version]
+            heap.remove(rollout.id)
+            heapq.heapify(heap)
+            if not heap:
+                del state.waiting[rollout.version]
+        forget_kept(state, rollout)
+    leave(state, group, GroupStatus.DROPPED)
+    return running
+
+
+def renew(state: State, rollout: Rollout) -> None:
+    """A waiting answer goes on under the newest version (only strategies without C1 do this)."""
+    heap = state.waiting[rollout.version]
+    heap.remove(rollout.id)
+    heapq.heapify(heap)
+    if not heap:
+        del state.waiting[rollout.version]
+    rollout.version = state.published
+    wait(state, rollout)
+
+
 def repair(state: State, group: Group) -> None:
     """The group's answers are lost: all of them wait to be sampled again, under its own version."""
     group.attempt += 1
@@ -156,7 +201,7 @@ def repair(state: State, group: Group) -> None:
 def leave(state: State, group: Group, status: GroupStatus) -> None:
     """A group reaches its end; nothing of it stays but the count, and its name until the iteration closes."""
     set_status(state, group, status)
-    if status is not GroupStatus.TRAINED:
+    if status in state.left:
         state.left[status].append(group.id)
     del state.groups[group.id]
     for member in group.members:

@@ -15,6 +15,7 @@ from dora_rl.core import ledger, policy
 from dora_rl.core import messages as m
 from dora_rl.core.planner import Planner
 from dora_rl.core.state import Batch, Instance, Rollout, State
+from dora_rl.core.strategies import STRATEGIES
 from dora_rl.core.types import GroupStatus, Version
 
 FACTS = (m.RunStarted, m.InstanceJoined, m.InstanceLost, m.RankLost, m.DataLost, m.Interrupted)
@@ -25,6 +26,7 @@ class Orchestrator:
         self.state = State(config)
         self._planner = Planner(self.state, config)
         self._survive = survive_lost_instances
+        self._one_version = STRATEGIES[config.schedule.strategy].one_version
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.RunStarted: self._run_started,
             m.InstanceJoined: self._instance_joined,
@@ -156,6 +158,8 @@ class Orchestrator:
         state = self.state
         if (event.rollout, event.attempt) in state.written_off:
             state.written_off.discard((event.rollout, event.attempt))
+            if event.instance in state.instances:  # its group was thrown away; else its instance was lost
+                state.instances[event.instance].ending.discard((event.rollout, event.attempt))
             return
         rollout = state.rollouts.get(event.rollout)
         if rollout is None or rollout.attempt != event.attempt or rollout.instance != event.instance:
@@ -179,6 +183,8 @@ class Orchestrator:
         elif rollout.failures < state.config.max_attempts:
             ledger.keep(state, rollout, event)
             ledger.wait(state, rollout)
+            if not self._one_version and rollout.evaluation is None and rollout.version < state.published:
+                ledger.renew(state, rollout)
         elif rollout.evaluation is not None:
             state.stopped = f"evaluation answer {rollout.member} failed {rollout.failures} times: {event.error}"
         else:

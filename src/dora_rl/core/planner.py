@@ -14,7 +14,9 @@ Knows no event's contents and no strategy by name.
 from dora_rl.config import Config
 from dora_rl.core import ledger, policy
 from dora_rl.core import messages as m
+from dora_rl.core.schedulability import schedulable
 from dora_rl.core.state import Evaluation, Group, Instance, Rollout, State
+from dora_rl.core.strategies import STRATEGIES, stale
 from dora_rl.core.types import GroupStatus, Version
 
 
@@ -24,7 +26,7 @@ class Planner:
     def __init__(self, state: State, config: Config) -> None:
         self.state = state
         self.commands: list[m.Command] = []
-        self._strategy = policy.STRATEGIES[config.schedule.strategy]
+        self._strategy = STRATEGIES[config.schedule.strategy]
         self._eval_every = config.eval.every_iterations
 
     def take(self) -> list[m.Command]:
@@ -34,6 +36,10 @@ class Planner:
     def decide(self, event: m.Event) -> None:
         """Everything that follows from the state as this event has left it."""
         state = self.state
+        if self._strategy.drops and isinstance(event, m.Stepped):
+            self._drop()
+        if not self._strategy.one_version and isinstance(event, m.Published):
+            self._renew()
         self._seat()
         self._close_batch()
         if isinstance(event, m.Generated) and event.instance in state.instances:
@@ -54,6 +60,27 @@ class Planner:
             self._forget()
         if state.ended:
             self._end()
+
+    def _drop(self) -> None:
+        """Throw away what no batch may train any more."""
+        for group in stale(self.state):
+            for rollout, instance in ledger.drop(self.state, group):
+                self.commands.append(
+                    m.Detach(rollout=rollout.id, attempt=rollout.attempt, instance=instance, keep=False)
+                )
+
+    def _renew(self) -> None:
+        """All answers go on under the version that has just been published."""
+        state = self.state
+        for rollouts in list(state.waiting.values()):
+            for rollout_id in list(rollouts):
+                ledger.renew(state, state.rollouts[rollout_id])
+        for instance in state.instances.values():
+            state.switching[instance.id] = None
+            for rollout_id in list(instance.running):
+                rollout = state.rollouts[rollout_id]
+                if not rollout.detaching and rollout.evaluation is None:
+                    self._detach(rollout, keep=state.config.kv == "keep")
 
     def _seat(self) -> None:
         state = self.state
@@ -81,7 +108,7 @@ class Planner:
             return  # weights may not change while they are being published
         if batch.seats and not (self._nothing_more_can_come() or policy.filtering_too_much(state)):
             return
-        if batch.seats and not policy.schedulable(state, seats=0):
+        if batch.seats and not schedulable(state, seats=0):
             return  # somebody who is still running needs a seat of this very batch
         if not batch.groups:
             self._close_empty()
@@ -179,9 +206,14 @@ class Planner:
     def _move(self, instance: Instance) -> None:
         """Tell an instance to give up answers that are better continued elsewhere."""
         for rollout in policy.choose_moves(self.state, instance):
-            keep = policy.keep_pays(self.state, rollout)
-            ledger.detach(self.state, rollout)
-            self.commands.append(m.Detach(rollout=rollout.id, attempt=rollout.attempt, instance=instance.id, keep=keep))
+            self._detach(rollout, keep=policy.keep_pays(self.state, rollout))
+
+    def _detach(self, rollout: Rollout, *, keep: bool) -> None:
+        assert rollout.instance is not None, f"rollout {rollout.id} runs nowhere"
+        ledger.detach(self.state, rollout)
+        self.commands.append(
+            m.Detach(rollout=rollout.id, attempt=rollout.attempt, instance=rollout.instance, keep=keep)
+        )
 
     def _admit(self) -> None:
         """Dispatch new groups into slots that are free, as far as the strategy allows: of the newest version first;

@@ -1,69 +1,12 @@
-"""The decisions, each a pure function of the state; to change how dora-rl schedules, change this file.
+"""Placing: which instance serves which version and which answers, each decision a pure function of the state.
 
-`schedulable` is the heart: the earliest-deadline-first test of docs/staleness.md. Every strategy is one `Strategy`:
-when a new group may be dispatched, and when a complete one may take a seat.
+What may start and what may be trained is decided in strategies.py. To change how dora-rl schedules, change these two.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from dora_rl.core import balance
+from dora_rl.core.schedulability import room
 from dora_rl.core.state import Instance, Rollout, State
 from dora_rl.core.types import InstanceId, RolloutId, Version
-
-
-def schedulable(state: State, *, seats: int, extra: Version | None = None, without: Version | None = None) -> bool:
-    """Whether every outstanding group can still be trained by its deadline: N(d) <= seats + B * (d - v) for all d.
-
-    v is the trainer's version, N(d) the number of unseated groups due at d or before, `seats` what the open batch has
-    left. `extra` adds one group of that version, `without` takes one away. N grows only at deadlines while the right
-    side grows with d, so it is enough to look at the deadlines.
-    """
-    versions = sorted(state.unseated) if extra is None else sorted({*state.unseated, extra})
-    due = 0
-    for version in versions:
-        due += state.unseated.get(version, 0) + (version == extra) - (version == without)
-        deadline = state.deadline(version)
-        if due > 0 and (deadline < state.trained or due > seats + state.config.batch * (deadline - state.trained)):
-            return False
-    return True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Strategy:
-    """How one way of scheduling differs from the others."""
-
-    may_admit: Callable[[State, Version], bool]
-    """Whether one more group may be dispatched under this published version, room for it given."""
-
-    may_seat: Callable[[State, Version], bool]
-    """Whether a complete group of this version may take a seat of the open batch."""
-
-
-def _dora_may_admit(state: State, version: Version) -> bool:
-    """Few enough are ready, and with one more group everything can still be trained in time."""
-    return len(state.ready) < state.config.ready_target and schedulable(state, seats=state.batch.seats, extra=version)
-
-
-def _dora_may_seat(state: State, version: Version) -> bool:
-    """The seats that remain are enough for the groups that remain."""
-    return schedulable(state, seats=state.batch.seats - 1, without=version)
-
-
-def _sync_may_admit(state: State, version: Version) -> bool:
-    """Each batch is filled by the version that it improves: no more groups than it has seats."""
-    return version == state.trained and sum(state.unseated.values()) < state.batch.seats
-
-
-def _sync_may_seat(state: State, version: Version) -> bool:
-    """Any group there is belongs to this batch."""
-    return version == state.trained
-
-
-STRATEGIES: dict[str, Strategy] = {
-    "sync": Strategy(may_admit=_sync_may_admit, may_seat=_sync_may_seat),
-    "dora": Strategy(may_admit=_dora_may_admit, may_seat=_dora_may_seat),
-}
 
 
 def filtering_too_much(state: State) -> bool:
@@ -90,21 +33,6 @@ def choose_version(state: State) -> Version | None:
     an evaluation, which has none, comes after what is due now and before the rest."""
     due = [v for v in state.waiting if state.deadline(v) <= state.trained]
     return min(due or state.evaluating or state.waiting, default=None)
-
-
-def room(state: State, version: Version) -> int:
-    """How many more groups of this version could be dispatched before something would be too late for its seat."""
-    trained, batch = state.trained, state.config.batch
-    newest_deadline = state.deadline(version)
-    due = 0
-    least: int | None = None
-    for other in sorted({*state.unseated, version}):
-        due += state.unseated.get(other, 0)
-        deadline = state.deadline(other)
-        if deadline >= newest_deadline:
-            slack = state.batch.seats + batch * (deadline - trained) - due
-            least = slack if least is None else min(least, slack)
-    return max(0, least or 0)
 
 
 def work_left(state: State) -> dict[Version, int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from dora_rl.config import Config
 from dora_rl.core.costs import Costs, Line
 from dora_rl.core.types import (
+    UNFINISHED,
     UNSEATED,
     EvaluationId,
     FinishReason,
@@ -75,6 +76,8 @@ class Instance:
     loading: Version | None = None
     running: dict[RolloutId, None] = field(default_factory=dict)
     reserved: list[RolloutId] = field(default_factory=list)
+    ending: set[tuple[RolloutId, int]] = field(default_factory=set)
+    """Attempts at answers that were thrown away, which still have their slots."""
 
     @property
     def serves(self) -> Version | None:
@@ -83,11 +86,11 @@ class Instance:
 
     @property
     def free(self) -> int:
-        return self.slots - len(self.running) - len(self.reserved)
+        return self.slots - len(self.running) - len(self.reserved) - len(self.ending)
 
     @property
     def idle(self) -> bool:
-        return not self.running and self.loading is None
+        return not self.running and not self.ending and self.loading is None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,7 +128,7 @@ class State:
         self.iterations = config.run.iterations
         self.max_tokens = config.rollout.max_completion_tokens
         self.kv_tokens_per_answer = config.max_model_tokens
-        self.bound = 0 if schedule.strategy == "sync" else schedule.max_staleness_versions
+        self.bound = schedule.bound
 
         self.started = False
         self.prompts: int | None = None
@@ -163,6 +166,8 @@ class State:
         """A heap: earliest deadline first, then dispatch."""
         self.unseated: dict[Version, int] = {}
         """Outstanding groups without a seat, by version."""
+        self.unfinished: dict[Version, int] = {}
+        """Of these, the ones that still generate or are scored."""
         self.stored: set[Version] = set()
         self.left: dict[GroupStatus, list[GroupId]] = {GroupStatus.FILTERED: [], GroupStatus.FAILED: []}
         """Groups that left the ledger without training since the last iteration closed."""
@@ -229,6 +234,8 @@ def _check_ledger(state: State) -> None:
         assert held[status] == state.counts[status], f"{held[status]} groups {status}, ledger {state.counts[status]}"
     unseated = Counter(g.version for g in state.groups.values() if g.status in UNSEATED)
     assert dict(unseated) == state.unseated, f"unseated by version {dict(unseated)}, counted {state.unseated}"
+    unfinished = Counter(g.version for g in state.groups.values() if g.status in UNFINISHED)
+    assert dict(unfinished) == state.unfinished, f"unfinished {dict(unfinished)}, counted {state.unfinished}"
     seated = [g.id for g in state.groups.values() if g.status is GroupStatus.SEATED]
     assert sorted(seated) == sorted(state.batch.groups), f"seated {seated}, batch {state.batch.groups}"
     ready = [(g.version, g.id) for g in state.groups.values() if g.status is GroupStatus.READY]
@@ -237,10 +244,13 @@ def _check_ledger(state: State) -> None:
 
 
 def _check_groups(state: State) -> None:
+    from dora_rl.core.strategies import STRATEGIES
+
     for group in state.groups.values():
         members = [state.rollouts[m] for m in group.members]
         versions = {m.version for m in members} | {group.version}
-        assert len(versions) == 1, f"group {group.id} has versions {sorted(versions)} (C1)"
+        if STRATEGIES[state.config.strategy].one_version:
+            assert len(versions) == 1, f"group {group.id} has versions {sorted(versions)} (C1)"
         unfinished = sum(m.finished is None for m in members)
         assert unfinished == group.unfinished, f"group {group.id}: {unfinished} unfinished, counted {group.unfinished}"
         if group.status is GroupStatus.PARKED:
@@ -276,13 +286,15 @@ def _check_moves(state: State) -> None:
 
 
 def _check_bound(state: State) -> None:
-    from dora_rl.core.policy import leaves_to_others, schedulable
+    from dora_rl.core.policy import leaves_to_others
+    from dora_rl.core.schedulability import schedulable
+    from dora_rl.core.strategies import STRATEGIES
 
     assert state.published <= state.trained, f"published {state.published} ahead of trained {state.trained}"
     for group in state.batch.groups:
         staleness = state.trained - state.groups[group].version
         assert 0 <= staleness <= state.bound, f"group {group} seated at staleness {staleness} > {state.bound} (C3)"
-    assert schedulable(state, seats=state.batch.seats), (
+    assert STRATEGIES[state.config.strategy].drops or schedulable(state, seats=state.batch.seats), (
         f"not schedulable at version {state.trained}: {state.batch.seats} seats left, unseated {state.unseated}"
     )
     for version, heap in state.waiting.items():

@@ -36,10 +36,12 @@ class GroupStatus(StrEnum):
     FILTERED = "filtered"  # its rewards are all equal: nothing to learn from it
     FAILED = "failed"  # fewer than two members could be scored
     INTERRUPTED = "interrupted"  # the user ended the run first
+    DROPPED = "dropped"  # too old to be trained (only drop_stale does this)
 
 
+UNFINISHED = (GroupStatus.RUNNING, GroupStatus.PARKED)
 UNSEATED = (GroupStatus.RUNNING, GroupStatus.PARKED, GroupStatus.READY)
-FINAL = (GroupStatus.TRAINED, GroupStatus.FILTERED, GroupStatus.FAILED, GroupStatus.INTERRUPTED)
+FINAL = (GroupStatus.TRAINED, GroupStatus.FILTERED, GroupStatus.FAILED, GroupStatus.INTERRUPTED, GroupStatus.DROPPED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
