@@ -172,6 +172,10 @@ class ScheduleConfig(Section):
     """No new group is dispatched while this many are complete and without a seat; unset: groups_per_iteration.
     Every group beyond what the next batch needs only grows stale."""
 
+    legacy_fill_versions: int = Field(1, ge=0)
+    """`dora` only: an instance that is behind the newest version by at most so many still takes new groups, as far as
+    the bound allows. More keeps instances fuller, less keeps groups fresher."""
+
     max_filtered_groups: int = Field(64, ge=1)
     """Groups in one iteration whose rewards are equal or missing, after which the batch closes short (or, empty, the
     run stops)."""

@@ -80,21 +80,31 @@ def choose_home(state: State, version: Version) -> Instance | None:
     return best[1] if best else None
 
 
+def may_fill(state: State, version: Version) -> bool:
+    """Whether instances that hold this version still take new groups: the newest that anyone holds, and those behind
+    the published one by no more than `legacy_fill_versions`."""
+    return version == frontier(state) or version >= state.published - state.config.legacy_fill_versions
+
+
 def choose_legacy_home(state: State) -> Instance | None:
-    """While nobody holds the published version yet: an instance with the newest one held that has room for a group.
+    """An instance with an older version that still takes new groups and has room for one: the newest such.
 
     A group that did not fit would leave members waiting, and the change of this instance with them.
     """
-    version = frontier(state)
-    if version is None or version == state.published or version in state.waiting or version in state.evaluating:
-        return None
-    expected = arriving(state, version)
-    able = [
-        instance
-        for instance in hosts(state, version)
-        if instance.loading is None and instance.free - expected >= min(state.config.group_size, instance.slots)
-    ]
-    return max(able, key=lambda instance: instance.free, default=None)
+    best: Instance | None = None
+    for instance in state.instances.values():
+        version = instance.version
+        if version is None or instance.loading is not None or not version < state.published:
+            continue
+        if instance.id in state.switching or instance.id in state.draining or not may_fill(state, version):
+            continue
+        if version in state.waiting or version in state.evaluating:
+            continue
+        if instance.free - arriving(state, version) < min(state.config.group_size, instance.slots):
+            continue
+        if best is None or best.version is None or (version, instance.free) > (best.version, best.free):
+            best = instance
+    return best
 
 
 def arriving(state: State, version: Version) -> int:
@@ -115,34 +125,37 @@ def leaves_to_others(state: State, instance: Instance) -> bool:
 def choose_switch(state: State) -> Instance | None:
     """The next instance that should change to the newest version.
 
-    Versions get instances in proportion to the work they have left (balance.partition); of an older version that has
-    more than its part, the instance with the least left to run changes. Never do more than half of the instances stop
-    taking new groups at once, so that the others generate on while weights are loaded.
+    Versions get instances in proportion to the work they have left (balance.partition); of those that have more than
+    their part the oldest gives one up, the one with the least left to run. A version that still takes new groups gives
+    up no more than the newest lacks, and never do more than half of the instances stop taking groups at once, so that
+    the others generate on while weights are loaded.
     """
-    held = frontier(state)
-    if held is None:
-        return None
+    instances = state.instances.values()
     stopped = sum(
-        i.loading is not None or i.id in state.switching or (i.version is not None and i.version < held)
-        for i in state.instances.values()
+        i.loading is not None or i.id in state.switching or (i.version is not None and not may_fill(state, i.version))
+        for i in instances
     )
+    on_their_way = sum(i.serves == state.published or i.id in state.switching for i in instances)
     counts: dict[Version, int] | None = None
-    best: Instance | None = None
-    for instance in state.instances.values():
+    best: tuple[tuple[Version, int], Instance] | None = None
+    for instance in instances:
         version = instance.version
         if version is None or version >= state.published or instance.loading is not None:
             continue
         if instance.id in state.switching or instance.id in state.draining:
             continue
-        if version == held and stopped >= max(1, len(state.instances) // 2):
-            continue
         if counts is None:
-            counts = balance.partition(work_left(state), len(state.instances), newest=state.published)
+            counts = balance.partition(work_left(state), len(instances), newest=state.published)
         if len(hosts(state, version)) <= counts.get(version, 0):
             continue
-        if best is None or len(instance.running) < len(best.running):
-            best = instance
-    return best
+        if may_fill(state, version) and (
+            stopped >= max(1, len(instances) // 2) or on_their_way >= counts.get(state.published, 0)
+        ):
+            continue
+        key = (version, len(instance.running))
+        if best is None or key < best[0]:
+            best = (key, instance)
+    return best[1] if best else None
 
 
 def choose_moves(state: State, instance: Instance) -> list[Rollout]:
