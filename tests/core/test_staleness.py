@@ -11,12 +11,21 @@ from dora_rl.config import Config, parse_config
 from dora_rl.core import messages as m
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.core.state import check
+from dora_rl.core.strategies import STRATEGIES
 from dora_rl.core.types import GroupId, InstanceId
 from dora_rl.sim.engine import simulate
 from dora_rl.sim.world import RandomWorld, WorldConfig
 
 
-def make_config(*, strategy: str = "dora", k: int = 2, batch: int = 4, group: int = 3, iterations: int = 8) -> Config:
+def make_config(
+    *,
+    strategy: str = "dora",
+    k: int = 2,
+    batch: int = 4,
+    group: int = 3,
+    iterations: int = 8,
+    **schedule: object,
+) -> Config:
     return parse_config(
         {
             "model": {"path": "tiny:0"},
@@ -28,6 +37,7 @@ def make_config(*, strategy: str = "dora", k: int = 2, batch: int = 4, group: in
                 "groups_per_iteration": batch,
                 "group_size": group,
                 "max_attempts": 100,
+                **schedule,
             },
         }
     )
@@ -62,7 +72,7 @@ def losses(rng: Random, world: RandomWorld, instances: int) -> tuple[m.Event, ..
     return tuple(events)
 
 
-def draw_run(seed: int, *, strategy: str = "dora") -> tuple[Config, WorldConfig]:
+def draw_run(seed: int, *, strategy: str = "dora", **schedule: object) -> tuple[Config, WorldConfig]:
     """A random run: sizes from one to groups larger than an engine, short and endless data, failures and losses."""
     rng = Random(seed)
     config = make_config(
@@ -71,6 +81,8 @@ def draw_run(seed: int, *, strategy: str = "dora") -> tuple[Config, WorldConfig]
         batch=rng.randint(1, 6),
         group=rng.randint(2, 6),
         iterations=rng.randint(1, 12),
+        legacy_fill_versions=rng.randrange(3),
+        **schedule,
     )
     instances = rng.randint(1, 4)
     world = WorldConfig(
@@ -98,6 +110,32 @@ def test_whatever_happens_the_bound_holds_and_every_group_reaches_an_end(seed: i
     assert state.ledger()["dispatched"] == sum(state.ledger()[s] for s in ("trained", "filtered", "failed"))
     stepped = [e for e, _ in journal if isinstance(e, m.Stepped)]
     assert len(stepped) >= min(config.run.iterations, 1) or world.prompts is not None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "placement"),
+    [
+        ("sync", "disaggregated"),
+        ("sync", "colocated"),
+        ("one_step_off", "disaggregated"),
+        ("partial", "disaggregated"),
+        ("partial", "colocated"),
+        ("drop_stale", "disaggregated"),
+    ],
+)
+@given(seed=st.integers(0, 2**32))
+def test_every_strategy_comes_to_its_end_within_its_own_bound(strategy: str, placement: str, seed: int) -> None:
+    config, world = draw_run(seed, strategy=strategy, placement=placement, kv="keep" if seed % 2 else "recompute")
+    core, journal = run(config, world)
+    assert core.state.stopped is None, core.state.stopped
+    ledger = core.state.ledger()
+    ends = ["trained", "filtered", "failed"] + ["dropped"] * STRATEGIES[strategy].drops
+    assert ledger["dispatched"] == sum(ledger[end] for end in ends)
+    begun = {c.group: c.version for _, commands in reversed(journal) for c in commands if isinstance(c, m.Generate)}
+    for _, commands in journal:
+        for command in commands:
+            if isinstance(command, m.Close):
+                assert all(command.trained_at - begun[group] <= config.schedule.bound for group in command.trained)
 
 
 @given(seed=st.integers(0, 2**32))

@@ -169,19 +169,19 @@ def drop(state: State, group: Group) -> list[tuple[Rollout, InstanceId]]:
             if not heap:
                 del state.waiting[rollout.version]
         forget_kept(state, rollout)
+    if group.unfinished == 0 and group.status is GroupStatus.RUNNING:
+        state.written_off_scores.add((group.id, group.attempt))
     leave(state, group, GroupStatus.DROPPED)
     return running
 
 
-def renew(state: State, rollout: Rollout) -> None:
-    """A waiting answer goes on under the newest version (only strategies without C1 do this)."""
-    heap = state.waiting[rollout.version]
-    heap.remove(rollout.id)
-    heapq.heapify(heap)
-    if not heap:
-        del state.waiting[rollout.version]
-    rollout.version = state.published
-    wait(state, rollout)
+def renew_waiting(state: State) -> None:
+    """Waiting answers go on under the newest version (only strategies without C1 do this)."""
+    for version in [version for version in state.waiting if version < state.published]:
+        for rollout_id in state.waiting.pop(version):
+            rollout = state.rollouts[rollout_id]
+            rollout.version = state.published
+            wait(state, rollout)
 
 
 def repair(state: State, group: Group) -> None:

@@ -15,7 +15,6 @@ from dora_rl.core import ledger, policy
 from dora_rl.core import messages as m
 from dora_rl.core.planner import Planner
 from dora_rl.core.state import Batch, Instance, Rollout, State
-from dora_rl.core.strategies import STRATEGIES
 from dora_rl.core.types import GroupStatus, Version
 
 FACTS = (m.RunStarted, m.InstanceJoined, m.InstanceLost, m.RankLost, m.DataLost, m.Interrupted)
@@ -26,7 +25,6 @@ class Orchestrator:
         self.state = State(config)
         self._planner = Planner(self.state, config)
         self._survive = survive_lost_instances
-        self._one_version = STRATEGIES[config.schedule.strategy].one_version
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.RunStarted: self._run_started,
             m.InstanceJoined: self._instance_joined,
@@ -116,6 +114,7 @@ class Orchestrator:
         """The batch's gradient is gone: its groups are ready again, and answers to its commands come too late."""
         state, batch = self.state, self.state.batch
         groups = batch.groups
+        state.training_turn = state.training_turn and state.publishing is not None
         state.batch = Batch(
             iteration=batch.iteration, size=batch.size, attempt=batch.attempt + 1, fruitless=batch.fruitless
         )
@@ -183,8 +182,6 @@ class Orchestrator:
         elif rollout.failures < state.config.max_attempts:
             ledger.keep(state, rollout, event)
             ledger.wait(state, rollout)
-            if not self._one_version and rollout.evaluation is None and rollout.version < state.published:
-                ledger.renew(state, rollout)
         elif rollout.evaluation is not None:
             state.stopped = f"evaluation answer {rollout.member} failed {rollout.failures} times: {event.error}"
         else:
@@ -224,6 +221,9 @@ class Orchestrator:
 
     def _scored(self, event: m.Scored) -> None:
         state = self.state
+        if (event.group, event.attempt) in state.written_off_scores:
+            state.written_off_scores.discard((event.group, event.attempt))
+            return
         group = state.groups.get(event.group)
         if group is None or group.attempt != event.attempt:
             raise m.ProtocolError(f"group {event.group}, attempt {event.attempt}: a score that nobody waits for")
@@ -257,6 +257,7 @@ class Orchestrator:
         elif event.lost:
             # Its seat is free again, and the batch open again should its step be waiting for this answer.
             batch.groups.remove(event.group)
+            state.training_turn = False
             ledger.repair(state, state.groups[event.group])
 
     def _stepped(self, event: m.Stepped) -> None:
@@ -270,6 +271,7 @@ class Orchestrator:
         for group_id in batch.groups:
             ledger.leave(state, state.groups[group_id], GroupStatus.TRAINED)
         state.trained = Version(state.trained + event.improved)
+        state.training_turn &= event.improved  # with a new version it lasts until that is published
         state.batch = Batch(iteration=batch.iteration + 1, size=batch.size)
         state.ended = state.batch.iteration >= state.iterations
         self._planner.publish()
@@ -285,7 +287,7 @@ class Orchestrator:
                 what, event.error, self._planner.publish_command(event.version, attempt=event.attempt + 1)
             )
             return
-        state.published, state.publishing = event.version, None
+        state.published, state.publishing, state.training_turn = event.version, None, False
         state.stored.add(event.version)
         self._planner.publish()
         self._planner.maybe_evaluate()

@@ -36,10 +36,14 @@ class Planner:
     def decide(self, event: m.Event) -> None:
         """Everything that follows from the state as this event has left it."""
         state = self.state
-        if self._strategy.drops and isinstance(event, m.Stepped):
+        if self._strategy.drops and isinstance(event, m.Stepped | m.RankLost):
             self._drop()
-        if not self._strategy.one_version and isinstance(event, m.Published):
-            self._renew()
+        if not self._strategy.one_version:
+            if isinstance(event, m.Published):
+                for instance in state.instances.values():
+                    state.switching[instance.id] = None
+                    self._clear(instance)
+            ledger.renew_waiting(state)
         self._seat()
         self._close_batch()
         if isinstance(event, m.Generated) and event.instance in state.instances:
@@ -69,22 +73,16 @@ class Planner:
                     m.Detach(rollout=rollout.id, attempt=rollout.attempt, instance=instance, keep=False)
                 )
 
-    def _renew(self) -> None:
-        """All answers go on under the version that has just been published."""
-        state = self.state
-        for rollouts in list(state.waiting.values()):
-            for rollout_id in list(rollouts):
-                ledger.renew(state, state.rollouts[rollout_id])
-        for instance in state.instances.values():
-            state.switching[instance.id] = None
-            for rollout_id in list(instance.running):
-                rollout = state.rollouts[rollout_id]
-                if not rollout.detaching and rollout.evaluation is None:
-                    self._detach(rollout, keep=state.config.kv == "keep")
+    def _clear(self, instance: Instance) -> None:
+        """Take all answers off an instance, to go on when it takes some again."""
+        for rollout_id in instance.running:
+            rollout = self.state.rollouts[rollout_id]
+            if not rollout.detaching:
+                self._detach(rollout, keep=self.state.config.kv == "keep")
 
     def _seat(self) -> None:
         state = self.state
-        while state.ready and state.batch.seats > 0:
+        while state.ready and state.batch.seats > 0 and not state.ended:
             version, group_id = state.ready[0]
             if not self._strategy.may_seat(state, version):
                 return
@@ -113,6 +111,10 @@ class Planner:
         if not batch.groups:
             self._close_empty()
             return
+        if state.config.placement == "colocated":
+            self._begin_training_turn()
+            if not all(instance.idle for instance in state.instances.values()):
+                return  # the trainer computes on their devices
         batch.closed = True
         self.commands.append(
             m.Step(
@@ -122,6 +124,13 @@ class Planner:
                 version=Version(state.trained + 1),
             )
         )
+
+    def _begin_training_turn(self) -> None:
+        """Colocated: instances give up their devices until the batch has been trained and published."""
+        if not self.state.training_turn:
+            self.state.training_turn = True
+            for instance in self.state.instances.values():
+                self._clear(instance)
 
     def _close_empty(self) -> None:
         state = self.state
@@ -163,6 +172,8 @@ class Planner:
     def _serve(self) -> None:
         """Place what waits: where its version is held, else on an idle instance that loads it; drain one if due."""
         state = self.state
+        if state.training_turn:
+            return
         for name in [name for name in state.draining if policy.drain_is_over(state, name)]:
             del state.draining[name]
         if not (state.waiting or state.evaluating):
@@ -181,7 +192,12 @@ class Planner:
         """Give an instance answers of the version it serves until its slots are taken."""
         state = self.state
         version = instance.serves
-        if version is None or instance.id in state.draining or policy.leaves_to_others(state, instance):
+        if (
+            state.training_turn
+            or version is None
+            or instance.id in state.draining
+            or policy.leaves_to_others(state, instance)
+        ):
             return
         while instance.free > 0 and (rollout_id := policy.next_waiting(state, version)) is not None:
             rollout = state.rollouts[rollout_id]

@@ -16,6 +16,8 @@ def filtering_too_much(state: State) -> bool:
 
 def admission_open(state: State) -> bool:
     """Whether this run dispatches any more groups at all for now, whatever the strategy."""
+    if state.training_turn:
+        return False
     return state.published >= 0 and not state.ended and state.prompts_left and not filtering_too_much(state)
 
 

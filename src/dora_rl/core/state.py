@@ -148,6 +148,8 @@ class State:
         changed to the newest one."""
         self.leaving: Counter[Version] = Counter()
         """Answers that were told to leave their instance and have not yet, by version."""
+        self.training_turn = False
+        """Colocated: the trainer has the devices, or waits for instances to give them up; nothing is placed."""
         self.costs = Costs(moving=Line(), computing=Line())
         self.sampling = Line()
         """Tokens that a segment has sampled over the seconds it ran."""
@@ -178,6 +180,7 @@ class State:
         self.next_evaluation = 0
         self.written_off: set[tuple[RolloutId, int]] = set()
         self.written_off_loads: set[tuple[InstanceId, Version]] = set()
+        self.written_off_scores: set[tuple[GroupId, int]] = set()
         self.failures: Counter[str] = Counter()
         self.unanswered = 0
         self.exporting = False
@@ -303,4 +306,6 @@ def _check_bound(state: State) -> None:
             for i in state.instances.values()
             if i.serves == version and i.free > 0 and i.id not in state.draining and not leaves_to_others(state, i)
         ]
-        assert not (heap and vacant and not state.done), f"version {version} waits although {vacant} have room"
+        assert not (heap and vacant and not state.done and not state.training_turn), (
+            f"version {version} waits although {vacant} have room"
+        )

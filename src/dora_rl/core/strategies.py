@@ -76,7 +76,7 @@ def _next_batch_lacks(state: State, version: Version) -> bool:
 
 def _slots_are_free(state: State, version: Version) -> bool:
     """Always, while few enough are ready: what grows too old is thrown away."""
-    return version == state.published and _few_ready(state)
+    return version == state.published and _few_ready(state) and _young_enough(state, version)
 
 
 def _young_enough(state: State, version: Version) -> bool:
@@ -97,5 +97,5 @@ def stale(state: State) -> list[Group]:
     return [
         group
         for group in state.groups.values()
-        if group.status is not GroupStatus.SEATED and state.trained - group.version > state.bound
+        if group.status is not GroupStatus.SEATED and (state.ended or state.trained - group.version > state.bound)
     ]
