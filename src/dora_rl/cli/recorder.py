@@ -73,6 +73,12 @@ class Recorder:
     def record(self, event: m.Event, commands: Sequence[m.Command]) -> None:
         self._journal.record(event, commands)
         self._timeline.record(event, commands)
+        if isinstance(event, m.InstanceJoined) and event.descriptor.slots < self._config.rollout.slots:
+            self._out(
+                f"  {event.instance} has {event.descriptor.slots} slots, not rollout.slots = "
+                f"{self._config.rollout.slots}: its KV cache holds {event.descriptor.kv_capacity_tokens} tokens, raise "
+                "rollout.kv_cache_gib"
+            )
         if isinstance(event, m.Scored) and event.note and event.note not in self._notes and len(self._notes) < NOTES:
             self._notes.add(event.note)
             self._out(f"  an answer of group {event.group} has no reward: {event.note}")
