@@ -57,7 +57,7 @@ class Recorder:
         self._began = time.monotonic()
         self._timeline = Timeline(trainer_devices=config.train.ranks)
         self._iteration_s: list[float] = []
-        self._largest_canary = 0.0
+        self._largest_canary: float | None = None
         self._notes: set[str] = set()
         self._journal = JournalWriter(
             folder.journal,
@@ -124,7 +124,7 @@ class Recorder:
             self._out(f"{evaluation_text(line)} ({len(scored)} prompts)")
 
     def loaded(self, command: m.Load, *, seconds: float, canary_max_abs_diff: float) -> None:
-        self._largest_canary = max(self._largest_canary, canary_max_abs_diff)
+        self._largest_canary = max(self._largest_canary or 0.0, canary_max_abs_diff)
 
     def finish(self, ended: str) -> None:
         """Close the journal and print the run's summary."""
@@ -132,7 +132,8 @@ class Recorder:
         wall_s = time.monotonic() - self._began
         metrics, evaluations = self._folder.read_metrics(), self._folder.read_eval()
         self._out("\n" + summary(metrics, evaluations, folder=self._folder.path, wall_s=wall_s, ended=ended))
-        self._out(f"  {'canary':<17} engines and trainer differed by at most {self._largest_canary:.1e} per token")
+        if (largest := self._largest_canary) is not None:
+            self._out(f"  {'canary':<17} engines and trainer differed by at most {largest:.1e} per token")
 
     def close(self) -> None:
         self._journal.close()
