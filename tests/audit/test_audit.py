@@ -278,9 +278,13 @@ def test_a_bound_below_what_was_trained_is_a_broken_promise_that_names_the_traje
     [
         ("config.toml", None, "name an existing TOML file"),
         ("journal.jsonl", None, "name the folder that dora-rl train has printed"),
-        ("journal.jsonl", "", "has no header"),
+        ("journal.jsonl", "", "line 1 is no header"),
         ("journal.jsonl", '{"config_hash": "x"}\n{"event"\n', "line 2: .*; the journal was damaged, restore it"),
-        ("journal.jsonl", '{"config_hash": "x"}\n{"commands": []}\n', "line 2: KeyError"),
+        (
+            "journal.jsonl",
+            '{"config_hash": "x"}\n{"commands": []}\n',
+            "line 2: Object missing required field `event`; the journal was damaged",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_judged_is_an_error_in_one_line(run, name, text, said):
