@@ -148,3 +148,39 @@ def test_answers_are_drawn_by_seed_evenly_over_the_kept_versions():
     assert drawn == draw(pool[::-1], [2, 1], 7, seed=0)
     assert drawn != draw(pool, [1, 2], 7, seed=1)
     assert len(draw(pool, [1, 2], 99, seed=0)) == 18
+
+
+def test_a_run_that_made_too_few_versions_to_tell_them_apart_passes_with_a_note(run, tmp_path):
+    folder, answers = run
+    shutil.copytree(folder, tmp_path / "run")
+    for version in (5, 6):
+        shutil.rmtree(tmp_path / "run" / "weights" / str(version))
+    again = recompute_logprobs(tmp_path / "run", CONFIG, answers, 4, made=2)
+    assert again.problems == []
+    assert [note.partition(" ")[2][:9] for note in again.notes] == ["version 3", "version 4"]
+    assert all(note.endswith("but the run made only 2 versions in all") for note in again.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"completion_token_ids": (10**6,) * 6}, "token 1000000 is none of the model's"),
+        ({"prompt_token_ids": (-1,)}, "token -1 is none of the model's"),
+        ({"prompt_token_ids": ()}, "its prompt is empty"),
+    ],
+)
+def test_an_answer_that_the_model_could_not_have_sampled_is_named_and_the_others_are_compared(run, change, said):
+    folder, answers = run
+    again = recompute_logprobs(folder, CONFIG, [replace(answers[0], **change), *answers[1:]], 6, made=7)
+    (problem,) = again.problems
+    assert problem.startswith(f"recompute: trajectory {answers[0].rollout}: {said}")
+    assert len(again.recomputed) == 5
+
+
+def test_weights_that_say_another_version_than_their_folder_are_found(run, tmp_path):
+    folder, answers = run
+    shutil.copytree(folder, tmp_path / "run")
+    path = tmp_path / "run" / "weights" / "4" / "version.json"
+    path.write_text(path.read_text().replace('"version": 4', '"version": "4"'))
+    problems = recompute_logprobs(tmp_path / "run", CONFIG, answers, 6, made=7).problems
+    assert any("4 says that it holds version '4'; restore the folder" in problem for problem in problems)

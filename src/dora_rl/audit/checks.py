@@ -1,5 +1,6 @@
 """C1, C2 and C3 as sentences about the stored trajectories, held against the journal's own account of them."""
 
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,8 +75,12 @@ def read_open(path: Path) -> tuple[dict[int, tuple[Trajectory, ...]], list[str]]
                     groups[group] = store.get_group(group)
                 except RolloutFileError as error:
                     problems.append(f"C2: {error}")
+                except (sqlite3.Error, RecursionError) as error:
+                    problems.append(f"C2: group {group} in {path} is damaged: {error}")
     except RolloutFileError as error:
         problems.append(f"C2: {error}")
+    except sqlite3.Error as error:
+        problems.append(f"C2: {path} is damaged: {error}")
     return groups, problems
 
 
