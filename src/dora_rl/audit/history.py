@@ -69,7 +69,7 @@ class Group:
         known = [reward for reward in self.rewards if reward is not None]
         if len(known) < 2:
             return "failed"
-        if max(known) - min(known) <= 1e-9:
+        if max(known) - min(known) <= 1e-6 * max(1.0, *map(abs, known)):
             return "filtered"
         return "ready" if self.seat is None else "seated"
 
