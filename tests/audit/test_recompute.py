@@ -135,9 +135,12 @@ def test_weights_that_were_changed_on_disk_are_found(run, tmp_path):
     assert any(problem.startswith("recompute: version 4: ") and "checksum" in problem for problem in problems)
 
 
-def test_asking_for_more_answers_than_there_are_is_a_failure_that_says_so(run):
+def test_asking_for_more_answers_than_were_made_is_noted_and_for_more_than_were_kept_is_a_failure(run):
     folder, rows = run
-    problems = recompute_logprobs(folder, CONFIG, rows, 7, made=7).problems
+    again = recompute_logprobs(folder, CONFIG, rows, 7, made=7)
+    assert (again.problems, again.notes) == ([], ["recompute: 7 trajectories were asked for, but only 6 were made"])
+    older = answer(1000, 0)
+    problems = recompute_logprobs(folder, CONFIG, [*rows, older], 7, made=7).problems
     assert problems[0].startswith("recompute: 7 trajectories were asked for, but only 6 belong to the kept versions")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dora_rl.audit import lines
 from dora_rl.audit.lines import AuditError as AuditError
+from dora_rl.core.types import has_spread
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,10 +67,9 @@ class Group:
         if self.digest is None:
             return "running"
         # Filtered and failed groups leave when they are scored; an iteration that never closed did not list them.
-        known = [reward for reward in self.rewards if reward is not None]
-        if len(known) < 2:
+        if sum(reward is not None for reward in self.rewards) < 2:
             return "failed"
-        if max(known) - min(known) <= 1e-6 * max(1.0, *map(abs, known)):
+        if not has_spread(self.rewards):
             return "filtered"
         return "ready" if self.seat is None else "seated"
 

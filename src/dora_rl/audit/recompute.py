@@ -50,10 +50,13 @@ def recompute_logprobs(
     once = list({one.rollout: one for one in trajectories}.values())
     drawn = draw(once, list(kept), count, seed=config.run.seed)
     if len(drawn) < count:
-        again.problems.append(
-            f"recompute: {count} trajectories were asked for, but only {len(drawn)} belong to the kept versions "
-            f"{sorted(kept)}; ask for fewer, or keep more (audit.keep_versions)"
-        )
+        said = f"recompute: {count} trajectories were asked for, but only {len(drawn)}"
+        if len(drawn) == len(once):
+            again.notes.append(f"{said} were made")
+        else:
+            again.problems.append(
+                f"{said} belong to the kept versions {sorted(kept)}; ask for fewer, or keep more (audit.keep_versions)"
+            )
     try:
         faults = unfit(folder / "model", drawn)
     except (OSError, ValueError) as error:
