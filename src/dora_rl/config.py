@@ -20,7 +20,9 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
@@ -73,7 +75,7 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: tuple[str, ...] = ("dora_rl.rl.rewards:exact_answer",)
+    functions: tuple[str, ...] = Field(("dora_rl.rl.rewards:exact_answer",), min_length=1)
     """`module:function` each; their values are added up. f(prompts, completions, completion_ids, **columns) gives a
     number or None for each completion."""
 
@@ -82,6 +84,13 @@ class RewardConfig(Section):
 
     workers: int = Field(1, ge=1)
     """Reward processes."""
+
+    @model_validator(mode="after")
+    def _refuse_repeats(self) -> "RewardConfig":
+        twice = [name for name in self.functions if self.functions.count(name) > 1]
+        if twice:
+            raise ConfigError(f"reward.functions: {twice[0]} stands in it twice; name every function once")
+        return self
 
 
 class RolloutConfig(Section):
@@ -106,8 +115,8 @@ class RolloutConfig(Section):
     max_completion_tokens: int = Field(128, ge=1)
     """Longest answer; one that reaches it ends with finish_reason "length"."""
 
-    temperature: float = Field(1.0, gt=0)
-    """Of sampling; the trainer divides its logits by the same number."""
+    temperature: float = Field(1.0, ge=0.01, le=2)
+    """Of sampling; the trainer divides its logits by the same number. vLLM changes lower ones and refuses higher."""
 
     top_p: float = 1.0
     """Only 1: the engine would renormalise over the kept tokens and the trainer would not, which biases the ratio."""
@@ -132,6 +141,14 @@ class RolloutConfig(Section):
 
     no_progress_s: float = Field(180.0, gt=0)
     """An answer or load that makes no progress for this long has failed; how long it may take in all has no limit."""
+
+    @model_validator(mode="after")
+    def _refuse_blocks_that_the_cpu_cannot_read(self) -> "RolloutConfig":
+        if self.gpus_per_instance == 0 and self.block_tokens % 32:
+            raise ConfigError(
+                f"rollout.block_tokens: vLLM on the CPU takes multiples of 32, got {self.block_tokens}; choose one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _refuse_truncated_sampling(self) -> "RolloutConfig":

@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from statistics import fmean, pstdev
 
 from dora_rl.config import Config, config_hash, dump_config, parse_config
 from dora_rl.core import messages as m
@@ -14,6 +13,7 @@ from dora_rl.obs.folder import RunFolder
 from dora_rl.obs.journal import JournalHeader, JournalWriter
 from dora_rl.sim.engine import simulate
 from dora_rl.sim.world import RandomWorld, WorldConfig
+from dora_rl.train.advantage import group_advantages
 from dora_rl.wire.iteration_files import RolloutRow, write_iteration
 from dora_rl.wire.open_store import OpenStore
 from dora_rl.wire.rollouts import Segment, Trajectory, digest
@@ -110,18 +110,16 @@ class FilingWorld(RandomWorld):
         for status in ("trained", "filtered", "failed"):
             for name in getattr(command, status):
                 group = self.store.get_group(name)
-                known = [one.reward for one in group if one.reward is not None]
+                advantages = group_advantages([one.reward for one in group])
                 rows += [
                     RolloutRow(
                         trajectory=one,
                         iteration=command.iteration,
                         trained_at_version=command.trained_at,
                         status=status,
-                        advantage=(one.reward - fmean(known)) / pstdev(known)
-                        if status == "trained" and one.reward is not None
-                        else None,
+                        advantage=advantage if status == "trained" else None,
                     )
-                    for one in group
+                    for one, advantage in zip(group, advantages, strict=True)
                 ]
         write_iteration(self.folder.iteration_file(command.iteration), rows)
         self.store.remove([*command.trained, *command.filtered, *command.failed])

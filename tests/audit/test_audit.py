@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import sqlite3
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -14,11 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from audit.builder import build_run, small_config
+from audit.forgeries import FORGERIES
+from dora_rl.audit import recompute
+from dora_rl.audit.checks import advantages
 from dora_rl.audit.history import AuditError
 from dora_rl.audit.judge import audit_run
 from dora_rl.bench.tamper import TAMPERINGS
 from dora_rl.core import messages as m
 from dora_rl.sim.world import RandomWorld, WorldConfig
+from dora_rl.train.advantage import group_advantages
 from dora_rl.wire.iteration_files import SCHEMA, read_records, write_records
 from dora_rl.wire.open_store import OpenStore
 
@@ -278,9 +285,13 @@ def test_a_bound_below_what_was_trained_is_a_broken_promise_that_names_the_traje
     [
         ("config.toml", None, "name an existing TOML file"),
         ("journal.jsonl", None, "name the folder that dora-rl train has printed"),
-        ("journal.jsonl", "", "has no header"),
+        ("journal.jsonl", "", "line 1 is no header"),
         ("journal.jsonl", '{"config_hash": "x"}\n{"event"\n', "line 2: .*; the journal was damaged, restore it"),
-        ("journal.jsonl", '{"config_hash": "x"}\n{"commands": []}\n', "line 2: KeyError"),
+        (
+            "journal.jsonl",
+            '{"config_hash": "x"}\n{"commands": []}\n',
+            "line 2: Object missing required field `event`; the journal was damaged",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_judged_is_an_error_in_one_line(run, name, text, said):
@@ -290,3 +301,142 @@ def test_a_folder_that_cannot_be_judged_is_an_error_in_one_line(run, name, text,
     with pytest.raises(AuditError, match=said) as error:
         audit_run(run)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
+def test_a_promise_broken_in_journal_digests_and_files_alike_makes_the_audit_fail_and_is_named(run, forge):
+    name = forge(run)
+    found = problems(run)
+    assert any(name in problem for problem in found), f"{name}: {found}"
+
+
+def test_an_answer_may_begin_again_after_the_journal_says_that_its_groups_data_are_gone(tmp_path):
+    lost = tuple(m.DataLost(at=float(at), group=group) for at in range(20, 100, 4) for group in range(10))
+    run = build_run(tmp_path / "run", small_config(), replace(CALM, losses=lost))
+    entries = [json.loads(line) for line in run.journal.read_text().splitlines()[1:]]
+    asked = [one for entry in entries for one in entry["commands"] if one["type"] == "Generate"]
+    begun = Counter(one["rollout"] for one in asked if one["generated_tokens"] == 0)
+    assert max(begun.values()) > 1, "no group was repaired"
+    assert problems(run.path) == []
+    for killed_after in range(30, 90, 12):
+        cut = build_run(
+            tmp_path / str(killed_after), small_config(), replace(CALM, losses=lost), killed_after=killed_after
+        )
+        assert problems(cut.path) == []
+
+
+def test_lost_data_of_a_group_that_was_never_dispatched_is_no_error(tmp_path):
+    run = build_run(tmp_path / "run", small_config(), replace(CALM, losses=(m.DataLost(at=9.0, group=10**6),)))
+    assert problems(run.path) == []
+
+
+def test_a_journal_cut_to_its_header_is_found_by_each_of_the_files_that_show_more(run):
+    journal = run / "journal.jsonl"
+    journal.write_text(journal.read_text().partition("\n")[0] + "\n")
+    (run / "open.db").unlink()
+    assert any("rollouts/ has iterations [0, 1, 2, 3]" in problem for problem in problems(run))
+    shutil.rmtree(run / "rollouts")
+    assert problems(run) == []
+    (run / "metrics.jsonl").write_text('{"iteration": 0, "version": 0}\n{"iterat')
+    (run / "weights" / "1").mkdir(parents=True)
+    (run / "weights" / ".2.partial").mkdir()
+    assert [problem.partition(",")[0] for problem in problems(run)] == [
+        "C2: weights/ has versions [1]",
+        "C2: metrics.jsonl has iterations [0]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "header", ["1", "null", "[]", '"config_hash"', '["config_hash"]', '{"config_hash":["x"]}', "{"]
+)
+def test_a_first_line_that_is_no_header_is_an_error_in_one_line(run, header):
+    journal = run / "journal.jsonl"
+    journal.write_text("\n".join([header, *journal.read_text().split("\n")[1:]]))
+    with pytest.raises(AuditError, match=r"^.*journal\.jsonl, line 1 is no header .*; expected a journal .*$"):
+        audit_run(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        *(("Generated", "num_tokens", value) for value in ("5", [1], None, 5.5, -1)),
+        *(("Generated", "rollout", value) for value in ("0", [0], {})),
+        *(("Scored", "rewards", value) for value in (None, 5, "abc", ["a"])),
+        *(("Scored", "digest", value) for value in (5, None)),
+        *(("Scored", "group", value) for value in ("0", [0], 10**6)),
+        ("Loaded", "version", "0"),
+        ("Stepped", "improved", "no"),
+        ("InstanceJoined", "descriptor", {"max_versions": 0, "versions": []}),
+        ("Generated", "type", "Imagined"),
+    ],
+)
+def test_a_journal_line_with_a_field_of_another_type_is_an_error_in_one_line_that_names_it(run, kind, field, value):
+    def damage(entry: dict[str, Any]) -> bool:
+        found = entry["event"]["type"] == kind
+        if found:
+            entry["event"][field] = value
+        return bool(found)
+
+    change_journal(run, damage)
+    with pytest.raises(AuditError, match=r"^.*journal\.jsonl, line \d+: .*; the journal was damaged, restore it$"):
+        audit_run(run)
+
+
+def test_a_line_nested_too_deeply_is_an_error_in_one_line(run):
+    for line in ("[" * 100_000 + "]" * 100_000, '{"event":{"type":"RankLost","x":' + "[" * 100_000):
+        with (run / "journal.jsonl").open("r+") as journal:
+            journal.seek(0, 2)
+            end = journal.tell()
+            journal.write(line + "\n")
+        with pytest.raises(AuditError, match="the journal was damaged, restore it"):
+            audit_run(run)
+        with (run / "journal.jsonl").open("r+") as journal:
+            journal.truncate(end)
+
+
+@pytest.mark.parametrize("column", ["prompt_token_ids", "completion_token_ids", "logprobs", "segments"])
+def test_a_null_in_a_list_of_a_stored_trajectory_is_a_problem_that_names_its_group(run, column):
+    path = run / "rollouts" / "1.parquet"
+    records = read_records(path)
+    records[0][column][0] = None
+    write_records(path, records)
+    name = f"member {records[0]['member']} of group {records[0]['group_id']}"
+    assert any(problem.startswith(f"C1: {name}") and "it is no trajectory" in problem for problem in problems(run))
+
+
+def test_advantages_are_told_again_as_the_trainer_computes_them():
+    rng = Random(3)
+    for _ in range(200):
+        scale = 10.0 ** rng.randrange(-9, 9)
+        rewards = [rng.choice([None, rng.random() * scale, 0.0]) for _ in range(rng.randrange(1, 6))]
+        told, computed = ([9e9 if one is None else one for one in f(rewards)] for f in (advantages, group_advantages))
+        assert told == pytest.approx(computed, rel=1e-9)
+
+
+def test_recompute_draws_from_open_db_too_and_knows_how_many_versions_the_run_made(tmp_path, monkeypatch):
+    run = build_run(tmp_path / "run", small_config(), CALM, killed_after=40)
+    with OpenStore(run.open_db, read_only=True) as store:
+        waiting = {one.rollout for group in store.group_ids() for one in store.get_group(group)}
+    given: dict[str, Any] = {}
+
+    def spy(folder, config, trajectories, count, *, made):
+        given.update(rollouts={one.rollout for one in trajectories}, made=made)
+        return recompute.Again(notes=["a note"])
+
+    monkeypatch.setattr(recompute, "recompute_logprobs", spy)
+    report = audit_run(run.path, recompute=3)
+    assert report.problems == []
+    assert "a note" in report.notes
+    assert waiting
+    assert waiting <= given["rollouts"]
+    assert given["made"] == run.journal.read_text().count('"type":"Published"')
+
+
+def test_a_damaged_record_in_open_db_is_a_problem_that_names_its_group(tmp_path):
+    run = build_run(tmp_path / "run", small_config(), CALM, killed_after=40)
+    with OpenStore(run.open_db, read_only=True) as store:
+        name = store.group_ids()[0]
+    for facts in ("null", '{"rollout": 1}', "[" * 100_000):
+        with closing(sqlite3.connect(run.open_db)) as db, db:
+            db.execute("UPDATE trajectories SET facts = ? WHERE group_id = ?", (facts, name))
+        assert any(f"C2: group {name} in " in text and " is damaged: " in text for text in problems(run.path))

@@ -79,7 +79,7 @@ def test_a_number_in_the_data_is_compared_as_it_is_written():
     assert exact("Answer: 12", 12.0) == 0.0
 
 
-@pytest.mark.parametrize("answer", ["", "  ", "two\nlines"])
+@pytest.mark.parametrize("answer", ["", "  ", "two\nlines", None])
 def test_a_reference_that_no_answer_can_match_is_an_error_with_its_row(answer):
     with pytest.raises(RewardError, match="row 0: the reference answer must be one line"):
         exact("Answer: 12", answer)
@@ -171,6 +171,15 @@ def test_an_exception_names_the_function_and_the_row_that_raises_it():
 
     with pytest.raises(RewardError, match="reward function parse raised on row 1: ValueError: could not convert"):
         score({"parse": parse}, completions=["1", "one", "uno"])
+
+
+def test_an_exception_with_text_that_no_file_takes_becomes_one_that_can_be_written():
+    def broken(**_):
+        raise ValueError("a file called \udcff")
+
+    with pytest.raises(RewardError) as error:
+        score({"broken": broken})
+    assert str(error.value).encode("utf-8").count(b"\\udcff") == 1
 
 
 def test_numbers_of_other_libraries_are_numbers():

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_rl.train.advantage import group_advantages, has_spread
+from dora_rl.core.types import has_spread
+from dora_rl.train.advantage import group_advantages
 
 rewards_of_a_group = st.lists(st.floats(-10, 10, width=32) | st.none(), min_size=0, max_size=16)
 

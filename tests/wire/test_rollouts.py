@@ -19,7 +19,7 @@ from dora_rl.wire.iteration_files import (
     write_records,
 )
 from dora_rl.wire.open_store import OpenStore
-from dora_rl.wire.rollouts import RolloutFileError, Segment, Trajectory, digest
+from dora_rl.wire.rollouts import RolloutFileError, Segment, Trajectory, arrays_of, digest, facts_of, trajectory_of
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 logprob = st.floats(-40, 0, width=32)
@@ -225,3 +225,25 @@ def test_the_rollout_is_kept_beside_the_extras_of_the_run(tmp_path):
     write_iteration(tmp_path / "2.parquet", [replace(ROW, trajectory=replace(ONE, extras={"note": "slow"}))])
     (record,) = read_records(tmp_path / "2.parquet")
     assert json.loads(record["extras"]) == {"note": "slow", "rollout": 17}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("completion_token_ids", [5, None, 7]),
+        ("prompt_token_ids", ["1"]),
+        ("logprobs", [None, -0.25, -1.0]),
+        ("segments", [None]),
+        ("segments", [{"version": 3, "instance": "a", "start": 0, "end": None}]),
+        ("rollout", [17]),
+        ("member", "0"),
+        ("finish_reason", "bored"),
+        ("rewards", None),
+    ],
+)
+def test_a_field_of_another_type_is_no_trajectory_and_is_named(field, value):
+    arrays = zip(("prompt_token_ids", "completion_token_ids", "logprobs"), arrays_of(ONE), strict=True)
+    facts = facts_of(ONE) | {name: array.tolist() for name, array in arrays}
+    assert trajectory_of(facts) == ONE
+    with pytest.raises(ValueError, match=rf"^.* - at `\$\.{field}"):
+        trajectory_of(facts | {field: value})

@@ -1,16 +1,21 @@
 """C1, C2 and C3 as sentences about the stored trajectories, held against the journal's own account of them."""
 
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isclose
+from math import isclose, sqrt
 from pathlib import Path
 from typing import Any
 
 from dora_rl.audit.history import Answer, Group, History
+from dora_rl.audit.lines import read_metrics_line
 from dora_rl.wire.iteration_files import RolloutRow, read_records, row_of
 from dora_rl.wire.open_store import OpenStore
 from dora_rl.wire.rollouts import RolloutFileError, Trajectory, digest
+
+EPSILON = 1e-6
+"""Of rewards: what the advantage's denominator has added, and the relative spread below which rewards are equal."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +32,17 @@ class Stored:
     def name(self) -> str:
         label = f"member {self.record['member']} of group {self.group}, rollouts/{self.iteration}.parquet"
         return label if self.row is None else f"trajectory {self.row.trajectory.rollout} ({label})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the configuration promised of every group and answer."""
+
+    group_size: int
+    max_tokens: int
+    """Budget of an answer."""
+    max_attempts: int
+    """Failures after which an answer is given up."""
 
 
 def read_stored(folder: Path) -> tuple[list[Stored], list[str]]:
@@ -59,12 +75,16 @@ def read_open(path: Path) -> tuple[dict[int, tuple[Trajectory, ...]], list[str]]
                     groups[group] = store.get_group(group)
                 except RolloutFileError as error:
                     problems.append(f"C2: {error}")
+                except (sqlite3.Error, RecursionError) as error:
+                    problems.append(f"C2: group {group} in {path} is damaged: {error}")
     except RolloutFileError as error:
         problems.append(f"C2: {error}")
+    except sqlite3.Error as error:
+        problems.append(f"C2: {path} is damaged: {error}")
     return groups, problems
 
 
-def check_rows(history: History, stored: Iterable[Stored]) -> Iterator[str]:
+def check_rows(history: History, stored: Iterable[Stored], limits: Limits) -> Iterator[str]:
     """Each stored trajectory by itself: version, segments, length and iteration are those of the journal."""
     for one in stored:
         if one.row is None:
@@ -77,6 +97,7 @@ def check_rows(history: History, stored: Iterable[Stored]) -> Iterator[str]:
         if one.row is not None:
             answer = history.answers.get(group.members.get(one.record["member"], -1))
             yield from check_trajectory(one.name, one.row.trajectory, group, answer)
+            yield from check_end(one.name, answer, limits)
 
 
 def check_trajectory(name: str, trajectory: Trajectory, group: Group, answer: Answer | None) -> Iterator[str]:
@@ -92,12 +113,46 @@ def check_trajectory(name: str, trajectory: Trajectory, group: Group, answer: An
         yield f"C2: {name}: {length} completion tokens, the journal counted {answer.tokens}"
     elif segments != answer.segments:
         yield f"C1: {name}: segments (version, instance, tokens) {segments}, the journal has {answer.segments}"
-    # An answer told to end early whose budget is spent has reached its length.
-    reason = "length" if answer.reason == "detached" else answer.reason
-    if trajectory.finish_reason != reason:
-        yield f"C2: {name}: finish reason {trajectory.finish_reason!r}, the journal has {reason!r}"
+    # An answer told to end early whose budget is spent has reached its length; `check_end` asks whether it is.
+    alike = ("length", "detached") if answer.reason == "detached" else (answer.reason,)
+    if trajectory.finish_reason not in alike:
+        yield f"C2: {name}: finish reason {trajectory.finish_reason!r}, the journal has {answer.reason!r}"
     if trajectory.member < len(group.rewards) and trajectory.reward != group.rewards[trajectory.member]:
         yield f"C2: {name}: reward {trajectory.reward}, the journal has {group.rewards[trajectory.member]}"
+
+
+def check_end(name: str, answer: Answer | None, limits: Limits) -> Iterator[str]:
+    """C2: an answer ended of itself, or because its budget was spent, or after as many failures as are allowed."""
+    if answer is None:
+        return  # `check_trajectory` has said so
+    short = answer.tokens != limits.max_tokens
+    if answer.tokens > limits.max_tokens:
+        yield f"C2: {name}: {answer.tokens} completion tokens, rollout.max_completion_tokens is {limits.max_tokens}"
+    elif answer.reason in ("length", "detached") and short:
+        yield (
+            f"C2: {name}: cut short: it ended as {answer.reason!r} with {answer.tokens} tokens, expected "
+            f"{limits.max_tokens} (rollout.max_completion_tokens)"
+        )
+    elif answer.reason == "failed" and short and answer.failures < limits.max_attempts:
+        yield (
+            f"C2: {name}: given up with {answer.tokens} tokens after {answer.failures} failures, expected "
+            f"{limits.max_attempts} (schedule.max_attempts)"
+        )
+
+
+def check_beside(history: History, folder: Path) -> Iterator[str]:
+    """C2: what lies beside the journal shows no more of the run than the journal tells."""
+    iterations = {int(path.stem) for path in (folder / "rollouts").glob("*.parquet") if path.stem.isdecimal()}
+    if surplus := sorted(iterations - history.closed):
+        yield f"C2: rollouts/ has iterations {surplus}, which the journal never closed; restore the whole journal"
+    versions = {int(path.name) for path in (folder / "weights").glob("*") if path.name.isdecimal()}
+    if surplus := sorted(versions - history.publishing):
+        yield f"C2: weights/ has versions {surplus}, which the journal never published; restore the whole journal"
+    metrics = folder / "metrics.jsonl"
+    rows = metrics.read_bytes().splitlines() if metrics.is_file() else []
+    told = {line.iteration for row in rows if (line := read_metrics_line(row)) is not None}
+    if surplus := sorted(told - history.closed):
+        yield f"C2: metrics.jsonl has iterations {surplus}, which the journal never closed; restore the whole journal"
 
 
 def check_group(
@@ -126,8 +181,7 @@ def check_ledger(
     history: History,
     stored: Sequence[Stored],
     open_groups: dict[int, tuple[Trajectory, ...]],
-    *,
-    group_size: int,
+    limits: Limits,
 ) -> Iterator[str]:
     """Dispatched groups are exactly those in files, in open.db, or unfinished when the run was ended; each once."""
     by_group: dict[int, list[Stored]] = {}
@@ -136,7 +190,7 @@ def check_ledger(
     for group in history.groups.values():
         rows = by_group.get(group.id, [])
         if group.closing is not None and (rows or group.closing.iteration in history.written):
-            yield from _check_closed(group, rows, group_size=group_size)
+            yield from _check_closed(group, rows, group_size=limits.group_size)
         elif group.digest is not None and group.id not in open_groups:
             yield f"C2: group {group.id} was scored and is in no file: not in open.db, not in rollouts/"
         elif history.finished and group.status in ("running", "ready", "seated"):
@@ -146,11 +200,15 @@ def check_ledger(
             yield f"C2: group {name} is in open.db, but the journal never dispatched it"
             continue
         group = history.groups[name]
+        if group.lost:
+            continue  # its record is of no use any more, and is replaced when the group has been sampled again
         for member in members:
             label = f"trajectory {member.rollout} (member {member.member} of group {name}, open.db)"
-            yield from check_trajectory(label, member, group, history.answers.get(group.members.get(member.member, -1)))
+            answer = history.answers.get(group.members.get(member.member, -1))
+            yield from check_trajectory(label, member, group, answer)
+            yield from check_end(label, answer, limits)
         # A run that is killed between the commit and the journal's next line leaves a group that is a step ahead.
-        yield from check_group(group, "open.db", members, group_size=group_size, durable=history.finished)
+        yield from check_group(group, "open.db", members, group_size=limits.group_size, durable=history.finished)
     if history.finished:
         gaps = sorted(set(range(len(history.groups))) - set(history.groups))
         if gaps:
@@ -176,7 +234,7 @@ def _stored(iteration: int, record: dict[str, Any]) -> Stored:
     row, fault = None, None
     try:
         row = row_of(record)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fault = f"it is no trajectory: {error}"
     return Stored(iteration=iteration, group=record["group_id"], record=record, row=row, fault=fault)
 
@@ -226,25 +284,33 @@ def _check_digests(group: Group, where: str, members: Sequence[Trajectory]) -> I
 
 
 def _check_advantages(group: Group, rows: Sequence[RolloutRow]) -> Iterator[str]:
-    """An advantage is the distance from the group's mean reward, in whatever unit the trainer scales it to."""
+    """What was not trained has no advantage; the others have those that follow from the group's rewards."""
     assert group.closing is not None
-    scored = [row for row in rows if row.trajectory.reward is not None]
-    mean = sum(row.trajectory.reward or 0.0 for row in scored) / len(scored) if scored else 0.0
-    known = [row for row in rows if row.advantage is not None]
-    if group.closing.status != "trained":
-        wrong = known
-    elif [row.trajectory.member for row in known] != [row.trajectory.member for row in scored]:
-        wrong = [row for row in rows if (row.advantage is None) != (row.trajectory.reward is None)]
-    else:
-        spread = sum(abs((row.trajectory.reward or 0.0) - mean) for row in known)
-        unit = sum(abs(row.advantage or 0.0) for row in known) / spread if spread else 0.0
-        wrong = [
-            row
-            for row in known
-            if not isclose(
-                row.advantage or 0.0, ((row.trajectory.reward or 0.0) - mean) * unit, rel_tol=1e-4, abs_tol=1e-6
-            )
-        ]
+    trained = group.closing.status == "trained"
+    expected = advantages([row.trajectory.reward for row in rows]) if trained else [None] * len(rows)
+    wrong = [
+        f"trajectory {row.trajectory.rollout}: {row.advantage}, expected {value}"
+        for row, value in zip(rows, expected, strict=True)
+        if not _alike(row.advantage, value)
+    ]
     if wrong:
-        names = [f"trajectory {row.trajectory.rollout}: {row.advantage}" for row in wrong]
-        yield f"C2: group {group.id}: advantages do not follow from its rewards: {', '.join(names)}"
+        yield f"C2: group {group.id}: advantages do not follow from its rewards: {'; '.join(wrong)}"
+
+
+def _alike(came: float | None, expected: float | None) -> bool:
+    if came is None or expected is None:
+        return came is expected
+    return isclose(came, expected, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def advantages(rewards: Sequence[float | None]) -> list[float | None]:
+    """(reward - mean) / (standard deviation + 1e-6), told again: nobody's without reward, 0 where all are equal."""
+    known = [reward for reward in rewards if reward is not None]
+    if len(known) < 2:
+        return [None] * len(rewards)
+    mean = sum(known) / len(known)
+    largest = max(1.0, max(map(abs, known)))
+    if max(known) - min(known) <= EPSILON * largest:
+        return [None if reward is None else 0.0 for reward in rewards]
+    deviation = sqrt(sum((reward - mean) * (reward - mean) for reward in known) / len(known))
+    return [None if reward is None else (reward - mean) / (deviation + EPSILON) for reward in rewards]

@@ -1,20 +1,16 @@
 """The journal recounted: who was asked to sample what under which version, what came back, and what was closed.
 
-Reads `journal.jsonl` as plain JSON. Notes as problems what the journal alone shows to be wrong: an answer under a
-version that its instance did not hold, a group with two versions, a step that trains other groups than it closes.
+Notes as problems what the journal alone shows to be wrong: an answer under a version that its instance did not hold or
+exchanged meanwhile, one begun again, a group with two versions, a step that trains other groups than it closes.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-Message = dict[str, Any]
-
-
-class AuditError(ValueError):
-    """The folder cannot be judged at all; the message is one line and says why."""
+from dora_rl.audit import lines
+from dora_rl.audit.lines import AuditError as AuditError
+from dora_rl.core.types import has_spread
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +24,8 @@ class Answer:
     segments: list[tuple[int, str, int]] = field(default_factory=list)
     """(version, instance, tokens) of segments that added tokens."""
     reason: str | None = None
-    asked: Message | None = None
+    failures: int = 0
+    asked: lines.Generate | None = None
     """The Generate that has no answer yet."""
 
     @property
@@ -56,8 +53,10 @@ class Group:
     digest: str | None = None
     """Once it is scored and durable."""
     rewards: list[float | None] = field(default_factory=list)
-    seat: int | None = None
-    """The attempt at the batch in which it has a seat."""
+    lost: bool = False
+    """Its data are gone since it was scored: it is sampled again."""
+    seat: tuple[int, int] | None = None
+    """Iteration and attempt of the batch in which it has a seat."""
     closing: Closing | None = None
 
     @property
@@ -68,10 +67,9 @@ class Group:
         if self.digest is None:
             return "running"
         # Filtered and failed groups leave when they are scored; an iteration that never closed did not list them.
-        known = [reward for reward in self.rewards if reward is not None]
-        if len(known) < 2:
+        if sum(reward is not None for reward in self.rewards) < 2:
             return "failed"
-        if max(known) - min(known) <= 1e-9:
+        if not has_spread(self.rewards):
             return "filtered"
         return "ready" if self.seat is None else "seated"
 
@@ -85,9 +83,12 @@ class History:
         self.answers: dict[int, Answer] = {}
         self.written: set[int] = set()
         """Iterations whose file the journal says is written."""
-        self.closed: dict[int, Message] = {}
+        self.closed: set[int] = set()
         self.stepped: dict[int, tuple[int, list[int]]] = {}
         """By iteration: the version that the trainer held when it stepped, and the batch's groups."""
+        self.publishing: set[int] = set()
+        """Versions that the trainer was told to publish."""
+        self.published: set[int] = set()
         self.interrupted = False
         self.finished = False
         """The run came to its proper end: nothing may be unfinished."""
@@ -96,183 +97,244 @@ class History:
         self._trained = 0
         self._held: dict[str, list[int]] = {}
         self._room: dict[str, int] = {}
-        self._step: Message | None = None
+        self._loading: dict[str, int] = {}
+        self._step: lines.Step | None = None
         self._written_off: set[tuple[int, int, int]] = set()
-        lines = self._lines(path)
-        self.header = next(lines, {})
-        if "config_hash" not in self.header:
-            raise AuditError(f"{path} has no header; expected a journal that a run of dora-rl wrote")
-        for number, entry in enumerate(lines, start=2):
+        rows = self._lines(path)
+        self.header = lines.read_header(next(rows, b""), f"{path}, line 1")
+        for number, row in enumerate(rows, start=2):
+            where = f"{path}, line {number}"
+            entry = lines.read_entry(row, where)
             try:
-                self._tell(entry)
-            except (KeyError, TypeError, AttributeError) as error:
-                raise AuditError(f"{path}, line {number}: {error!r}; the journal was damaged, restore it") from error
+                self._event(entry.event)
+                for command in entry.commands:
+                    self._command(command)
+            except _UnknownGroupError as error:
+                raise AuditError(f"{where}: {error}; the journal was damaged, restore it") from error
 
-    def _lines(self, path: Path) -> Iterator[Message]:
+    def _lines(self, path: Path) -> Iterator[bytes]:
         try:
             text = path.read_bytes()
         except OSError as error:
             raise AuditError(f"cannot read {path}: {error.strerror}; name a run's folder") from error
-        *lines, rest = text.split(b"\n")
+        *rows, rest = text.split(b"\n")
         if rest:
-            self.notes.append(f"{path.name} ends in the middle of line {len(lines) + 1}: the run was killed there")
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise AuditError(f"{path}, line {number}: {error}; the journal was damaged, restore it") from error
+            self.notes.append(f"{path.name} ends in the middle of line {len(rows) + 1}: the run was killed there")
+        yield from rows
 
-    def _tell(self, entry: Message) -> None:
-        self._event(entry["event"])
-        for command in entry["commands"]:
-            self._command(command)
+    def _group(self, name: int) -> Group:
+        if name not in self.groups:
+            raise _UnknownGroupError(f"group {name} was never dispatched")
+        return self.groups[name]
 
     # --- events ---
 
-    def _event(self, event: Message) -> None:
-        match event["type"]:
-            case "InstanceJoined":
-                self._held[event["instance"]] = sorted(event["descriptor"]["versions"])
-                self._room[event["instance"]] = event["descriptor"]["max_versions"]
-            case "InstanceLost":
-                self._lose(event["instance"])
-            case "Loaded" if event["error"] is None and event["instance"] in self._held:
-                held = [version for version in self._held[event["instance"]] if version != event["version"]]
-                self._held[event["instance"]] = [*held, event["version"]][-self._room[event["instance"]] :]
-            case "Generated":
+    def _event(self, event: lines.Event) -> None:
+        match event:
+            case lines.InstanceJoined(instance=instance, descriptor=descriptor):
+                self._held[instance] = sorted(descriptor.versions)
+                self._room[instance] = descriptor.max_versions
+            case lines.InstanceLost(instance=instance):
+                self._lose(instance)
+            case lines.Loaded():
+                self._loaded(event)
+            case lines.Generated():
                 self._generated(event)
-            case "Scored" if event["error"] is None:
-                group = self.groups[event["group"]]
-                group.digest, group.rewards = event["digest"], event["rewards"]
-            case "Accumulated" if event["lost"]:
-                group = self.groups[event["group"]]
-                if group.seat == event["attempt"]:  # else it sat in a batch that is lost anyway
-                    group.seat = group.digest = None
-            case "DataLost":
-                group = self.groups[event["group"]]
-                if group.seat is None and group.closing is None:
-                    group.digest = None
-            case "RankLost":
+            case lines.Scored(error=None):
+                group = self._group(event.group)
+                group.digest, group.rewards, group.lost = event.digest, event.rewards, False
+            case lines.Accumulated(lost=True):
+                group = self._group(event.group)
+                if group.seat == (event.iteration, event.attempt):  # else it sat in a batch that is lost anyway
+                    self._data_lost(group)
+            case lines.DataLost(group=name):
+                # Of a group that is not waiting for a seat it comes too late.
+                if name in self.groups and self.groups[name].status == "ready":
+                    self._data_lost(self.groups[name])
+            case lines.RankLost():
                 self._step = None
                 for group in self.groups.values():
                     group.seat = None
-            case "Stepped" if event["error"] is None:
+            case lines.Stepped(error=None):
                 self._stepped(event)
-            case "Closed" if event["error"] is None:
-                self.written.add(event["iteration"])
-            case "Interrupted":
+            case lines.Published(error=None):
+                self.published.add(event.version)
+            case lines.Closed(error=None):
+                self.written.add(event.iteration)
+            case lines.Interrupted():
                 self.interrupted = True
-            case "Exported" if event["error"] is None:
+            case lines.Exported(error=None):
                 self.finished = True
 
     def _lose(self, instance: str) -> None:
         self._held.pop(instance, None)
-        for answer in self.answers.values():
-            if answer.asked is not None and answer.asked["instance"] == instance:
+        self._loading.pop(instance, None)
+        for answer in self._running(instance):
+            if answer.asked is not None:
                 self._written_off.add(_key(answer.asked))
                 answer.asked = None
 
-    def _generated(self, event: Message) -> None:
-        answer = self.answers.get(event["rollout"])
+    def _running(self, instance: str) -> list[Answer]:
+        return [one for one in self.answers.values() if one.asked is not None and one.asked.instance == instance]
+
+    def _data_lost(self, group: Group) -> None:
+        """All that its answers had is gone: they may begin again."""
+        if self.interrupted:
+            return  # nothing is repaired any more
+        group.seat = group.digest = None
+        group.lost = True
+        for rollout in group.members.values():
+            answer = self.answers[rollout]
+            answer.segments.clear()
+            answer.reason = None
+
+    def _loaded(self, event: lines.Loaded) -> None:
+        instance, version = event.instance, event.version
+        if instance not in self._held or event.error is not None:
+            return
+        if self._loading.pop(instance, None) != version:
+            self.problems.append(f"C1: {instance} loaded version {version}, but nobody had asked for that")
+        self.problems += [
+            f"C1: {one.name} was running on {instance} when version {version} was loaded there; expected an instance "
+            "that runs nothing"
+            for one in self._running(instance)
+        ]
+        held = [other for other in self._held[instance] if other != version]
+        self._held[instance] = [*held, version][-self._room[instance] :]
+
+    def _generated(self, event: lines.Generated) -> None:
+        answer = self.answers.get(event.rollout)
         if _key(event) in self._written_off:
             return  # its instance was lost: this late answer is nobody's
         if answer is None or answer.asked is None or _key(answer.asked) != _key(event):
-            self.problems.append(f"C1: trajectory {event['rollout']} was answered, but nobody had asked for it")
+            self.problems.append(f"C1: trajectory {event.rollout} was answered, but nobody had asked for it")
             return
         asked, answer.asked = answer.asked, None
-        for what in ("version", "instance"):
-            if event[what] != asked[what]:
-                self.problems.append(f"C1: {answer.name}: asked of {what} {asked[what]}, answered by {event[what]}")
-        if event["num_tokens"]:
-            answer.segments.append((event["version"], event["instance"], event["num_tokens"]))
-        answer.reason = event["reason"]
+        for what, wanted, came in (
+            ("version", asked.version, event.version),
+            ("instance", asked.instance, event.instance),
+        ):
+            if came != wanted:
+                self.problems.append(f"C1: {answer.name}: asked of {what} {wanted}, answered by {came}")
+        if event.num_tokens:
+            answer.segments.append((event.version, event.instance, event.num_tokens))
+        answer.reason = event.reason
+        answer.failures += event.reason == "failed"
 
-    def _stepped(self, event: Message) -> None:
+    def _stepped(self, event: lines.Stepped) -> None:
         step = self._step
-        if step is None or (step["iteration"], step["attempt"]) != (event["iteration"], event["attempt"]):
+        if step is None or (step.iteration, step.attempt) != (event.iteration, event.attempt):
             return  # late, of an attempt whose rank was lost
         self._step = None
-        self.stepped[step["iteration"]] = (self._trained, step["groups"])
-        for name in step["groups"]:
-            if self.groups[name].seat != step["attempt"]:
-                self.problems.append(f"C2: group {name} was stepped in iteration {step['iteration']} without a seat")
-        if event["improved"]:
+        self.stepped[step.iteration] = (self._trained, step.groups)
+        for name in step.groups:
+            if self._group(name).seat != (step.iteration, step.attempt):
+                self.problems.append(f"C2: group {name} was stepped in iteration {step.iteration} without a seat")
+        if event.improved:
             self._trained += 1
-            if step["version"] != self._trained:
+            if step.version != self._trained:
                 self.problems.append(
-                    f"C3: iteration {step['iteration']} made version {step['version']}, recounted {self._trained}"
+                    f"C3: iteration {step.iteration} made version {step.version}, recounted {self._trained}"
                 )
 
     # --- commands ---
 
-    def _command(self, command: Message) -> None:
-        match command["type"]:
-            case "Generate":
+    def _command(self, command: lines.Command) -> None:
+        match command:
+            case lines.Load():
+                self._load(command)
+            case lines.Generate():
                 self._generate(command)
-            case "Accumulate":
+            case lines.Accumulate():
                 self._accumulate(command)
-            case "Step":
+            case lines.Step():
                 self._step = command
-            case "Close":
+            case lines.Publish():
+                self.publishing.add(command.version)
+            case lines.Close():
                 self._close(command)
 
-    def _generate(self, command: Message) -> None:
-        rollout, member, version = command["rollout"], command["member"], command["version"]
+    def _load(self, command: lines.Load) -> None:
+        self._loading[command.instance] = command.version
+        self.problems += [
+            f"C1: {one.name} was running on {command.instance} when it was told to load version {command.version}; "
+            "expected an instance that runs nothing"
+            for one in self._running(command.instance)
+        ]
+
+    def _generate(self, command: lines.Generate) -> None:
+        rollout, member, version, instance = command.rollout, command.member, command.version, command.instance
         answer = self.answers.setdefault(
-            rollout, Answer(rollout=rollout, group=command["group"], member=member, version=version)
+            rollout, Answer(rollout=rollout, group=command.group, member=member, version=version)
         )
-        if command["group"] is not None:
-            group = self.groups.setdefault(command["group"], Group(id=command["group"], version=version))
+        if command.group is not None:
+            group = self.groups.setdefault(command.group, Group(id=command.group, version=version))
             if group.version != version:
                 self.problems.append(f"C1: {answer.name} asked of version {version}, its group of {group.version}")
             if group.members.setdefault(member, rollout) != rollout or answer.group != group.id:
                 self.problems.append(f"C2: {answer.name} was dispatched twice, also as rollout {group.members[member]}")
             if group.closing is not None:
                 self.problems.append(f"C2: {answer.name} was asked for after its group was closed")
+            elif group.digest is not None:
+                self.problems.append(
+                    f"C2: {answer.name} was asked for after its group was scored, and nothing was lost"
+                )
             group.digest = None
         if version != answer.version:
             self.problems.append(f"C1: {answer.name} is of version {answer.version}, asked of {version}")
-        if version not in self._held.get(command["instance"], []):
-            self.problems.append(f"C1: {answer.name} asked of {command['instance']}, which held no version {version}")
-        if command["generated_tokens"] == 0:
-            answer.segments.clear()  # nothing is left of what earlier segments had: it is repaired from its prompt
-        elif command["generated_tokens"] != answer.tokens:
+        if instance in self._loading:
             self.problems.append(
-                f"C2: {answer.name} goes on from token {command['generated_tokens']}, but has {answer.tokens}"
+                f"C1: {answer.name} asked of {instance}, which loads version {self._loading[instance]}"
+            )
+        elif version not in self._held.get(instance, []):
+            self.problems.append(f"C1: {answer.name} asked of {instance}, which held no version {version}")
+        if answer.asked is not None:
+            self.problems.append(f"C2: {answer.name} was asked for again while {answer.asked.instance} worked on it")
+        elif answer.reason in ("stop", "length"):
+            self.problems.append(f"C2: {answer.name} was asked for again after it had ended, and nothing was lost")
+        if command.generated_tokens != answer.tokens:
+            self.problems.append(
+                f"C2: {answer.name} goes on from token {command.generated_tokens}, but has {answer.tokens}, and "
+                "no loss of its group is recorded"
             )
         answer.asked, answer.reason = command, None
 
-    def _accumulate(self, command: Message) -> None:
-        group = self.groups[command["group"]]
-        group.seat = command["attempt"]
-        if command["trained_at"] != self._trained:
+    def _accumulate(self, command: lines.Accumulate) -> None:
+        group = self._group(command.group)
+        group.seat = (command.iteration, command.attempt)
+        if command.trained_at != self._trained:
             self.problems.append(
-                f"C3: group {group.id} was seated at version {command['trained_at']}, recounted {self._trained}"
+                f"C3: group {group.id} was seated at version {command.trained_at}, recounted {self._trained}"
             )
 
-    def _close(self, command: Message) -> None:
-        iteration = command["iteration"]
+    def _close(self, command: lines.Close) -> None:
+        iteration = command.iteration
         # When the data end in the middle of a batch, what was filtered since is closed without a step.
         trained_at, groups = self.stepped.get(iteration, (self._trained, []))
-        if iteration in self.closed or command["trained_at"] != trained_at:
+        if iteration in self.closed or command.trained_at != trained_at:
             self.problems.append(
                 f"C3: iteration {iteration} was closed {'again ' if iteration in self.closed else ''}as trained at "
-                f"version {command['trained_at']}, recounted {trained_at}"
+                f"version {command.trained_at}, recounted {trained_at}"
             )
-        for name in sorted(set(groups) ^ set(command["trained"])):
+        for name in sorted(set(groups) ^ set(command.trained)):
             self.problems.append(
                 f"C2: group {name} was not both stepped and closed as trained in iteration {iteration}"
             )
-        self.closed[iteration] = command
-        for status in ("trained", "filtered", "failed"):
-            for name in command[status]:
-                group = self.groups[name]
+        self.closed.add(iteration)
+        ended = (("trained", command.trained), ("filtered", command.filtered), ("failed", command.failed))
+        for status, names in ended:
+            for name in names:
+                group = self._group(name)
                 if group.closing is not None:
                     self.problems.append(
                         f"C2: group {name} was closed twice, also in iteration {group.closing.iteration}"
                     )
-                group.closing = Closing(iteration, command["trained_at"], status)
+                group.closing = Closing(iteration, command.trained_at, status)
 
 
-def _key(message: Message) -> tuple[int, int, int]:
-    return message["rollout"], message["segment"], message["attempt"]
+def _key(message: lines.Generate | lines.Generated) -> tuple[int, int, int]:
+    return message.rollout, message.segment, message.attempt
+
+
+class _UnknownGroupError(ValueError):
+    """A line names a group that no earlier line dispatched."""

@@ -3,7 +3,16 @@
 from collections import Counter
 from pathlib import Path
 
-from dora_rl.audit.checks import check_bound, check_ledger, check_rows, read_open, read_stored, staleness_of
+from dora_rl.audit.checks import (
+    Limits,
+    check_beside,
+    check_bound,
+    check_ledger,
+    check_rows,
+    read_open,
+    read_stored,
+    staleness_of,
+)
 from dora_rl.audit.history import AuditError, History
 from dora_rl.audit.report import Report
 from dora_rl.config import Config, ConfigError, config_hash, load_config
@@ -24,22 +33,27 @@ def audit_run(folder: Path, recompute: int = 0) -> Report:
         raise AuditError(str(error)) from error
     history = History(folder / "journal.jsonl")
     report = Report(notes=list(history.notes))
-    if config_hash(config) != history.header["config_hash"]:
+    if config_hash(config) != history.header.config_hash:
         report.problems.append(
-            f"config.toml has hash {config_hash(config)}, the journal says {history.header['config_hash']}: "
+            f"config.toml has hash {config_hash(config)}, the journal says {history.header.config_hash}: "
             "the bound that was promised is not the one that stands there"
         )
     stored, faults = read_stored(folder / "rollouts")
     open_groups, more_faults = read_open(folder / "open.db")
     rows = [one.row for one in stored if one.row is not None]
     bound = promised_bound(config)
-    size = config.schedule.group_size
+    limits = Limits(
+        group_size=config.schedule.group_size,
+        max_tokens=config.rollout.max_completion_tokens,
+        max_attempts=config.schedule.max_attempts,
+    )
     report.problems += [
         *faults,
         *more_faults,
         *history.problems,
-        *check_rows(history, stored),
-        *check_ledger(history, stored, open_groups, group_size=size),
+        *check_beside(history, folder),
+        *check_rows(history, stored, limits),
+        *check_ledger(history, stored, open_groups, limits),
         *check_bound(rows, bound),
     ]
     report.c1 = {
@@ -56,8 +70,11 @@ def audit_run(folder: Path, recompute: int = 0) -> Report:
         # Only here, because it needs torch: the plain audit runs anywhere, in a second.
         from dora_rl.audit.recompute import recompute_logprobs
 
-        report.recomputed, problems = recompute_logprobs(folder, config, rows, recompute)
-        report.problems += problems
+        trajectories = [row.trajectory for row in rows] + [one for group in open_groups.values() for one in group]
+        again = recompute_logprobs(folder, config, trajectories, recompute, made=len(history.published))
+        report.recomputed = again.recomputed
+        report.problems += again.problems
+        report.notes += again.notes
     return report
 
 

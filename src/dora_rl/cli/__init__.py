@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,10 +84,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from dora_rl.core.messages import ProtocolError
     from dora_rl.wire.errors import RemoteError
 
+    # As Ctrl-C, which ends every process; later the run takes both over.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = prepare(config, arguments.run_dir or default_folder(config), _say)
     try:
         return asyncio.run(train(run, _say))
-    except (RemoteError, ProtocolError) as error:
+    except (RemoteError, ProtocolError, OSError) as error:  # a full disk is OSError
         print(f"dora-rl: the run failed: {error}", file=sys.stderr)
         return 1
 

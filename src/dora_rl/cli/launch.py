@@ -66,7 +66,7 @@ def default_folder(config: Config) -> Path:
 
 def prepare(config: Config, path: Path, out: Print) -> Prepared:
     """Make the run's folder with its model in it, and open the data. Raises ConfigError, and then leaves no folder."""
-    folder = RunFolder(path)
+    folder, existed = RunFolder(path), path.exists()
     try:
         folder.create(dump_config(config))
     except OSError as error:
@@ -105,11 +105,22 @@ def prepare(config: Config, path: Path, out: Print) -> Prepared:
             stop_token_ids=stop_token_ids(model_dir),
         )
     except (DataError, RewardError) as error:
-        shutil.rmtree(path)
+        _remove(path, keep=existed)
         raise ConfigError(str(error)) from error
     except BaseException:
-        shutil.rmtree(path)
+        _remove(path, keep=existed)
         raise
+
+
+def _remove(path: Path, *, keep: bool) -> None:
+    """Take back what `prepare` made; a folder that was there before stays, empty as it was."""
+    for inside in path.iterdir():
+        if inside.is_dir():
+            shutil.rmtree(inside)
+        else:
+            inside.unlink()
+    if not keep:
+        path.rmdir()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,13 +203,15 @@ def _prompts(run: Prepared) -> int | None:
 
 
 class _interruptible:
-    """While the block runs, Ctrl-C calls a function instead of raising in the middle of whatever is running."""
+    """While the block runs, Ctrl-C (or a polite kill) calls a function instead of raising wherever it strikes."""
 
     def __init__(self, interrupt: Callable[[], None]) -> None:
         self._interrupt = interrupt
 
     def __enter__(self) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
 
     def __exit__(self, *_: object) -> None:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)

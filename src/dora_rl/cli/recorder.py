@@ -58,7 +58,7 @@ class Recorder:
         self._began = time.monotonic()
         self._timeline = Timeline(trainer_devices=config.train.ranks)
         self._iteration_s: list[float] = []
-        self._largest_canary = 0.0
+        self._largest_canary: float | None = None
         self._fallbacks: Counter[str] = Counter()
         self._notes: set[str] = set()
         self._journal = JournalWriter(
@@ -75,6 +75,12 @@ class Recorder:
     def record(self, event: m.Event, commands: Sequence[m.Command]) -> None:
         self._journal.record(event, commands)
         self._timeline.record(event, commands)
+        if isinstance(event, m.InstanceJoined) and event.descriptor.slots < self._config.rollout.slots:
+            self._out(
+                f"  {event.instance} has {event.descriptor.slots} slots, not rollout.slots = "
+                f"{self._config.rollout.slots}: its KV cache holds {event.descriptor.kv_capacity_tokens} tokens, raise "
+                "rollout.kv_cache_gib"
+            )
         if isinstance(event, m.Scored) and event.note and event.note not in self._notes and len(self._notes) < NOTES:
             self._notes.add(event.note)
             self._out(f"  an answer of group {event.group} has no reward: {event.note}")
@@ -124,7 +130,7 @@ class Recorder:
             self._fallbacks[fallback] += 1
 
     def loaded(self, command: m.Load, *, seconds: float, canary_max_abs_diff: float) -> None:
-        self._largest_canary = max(self._largest_canary, canary_max_abs_diff)
+        self._largest_canary = max(self._largest_canary or 0.0, canary_max_abs_diff)
 
     def finish(self, ended: str) -> None:
         """Close the journal and print the run's summary."""
@@ -134,7 +140,8 @@ class Recorder:
         self._out("\n" + summary(metrics, evaluations, folder=self._folder.path, wall_s=wall_s, ended=ended))
         for why, times in self._fallbacks.most_common(3):
             self._out(f"  {'not moved':<17} {times} times: {why}")
-        self._out(f"  {'canary':<17} engines and trainer differed by at most {self._largest_canary:.1e} per token")
+        if (largest := self._largest_canary) is not None:
+            self._out(f"  {'canary':<17} engines and trainer differed by at most {largest:.1e} per token")
 
     def close(self) -> None:
         self._journal.close()

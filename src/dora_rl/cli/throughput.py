@@ -74,6 +74,8 @@ async def measure_floor(
     batch = _mean_batch(metrics, config)
     prompt = rows[-1].trajectory.prompt_token_ids
     tokens = min(MEASURED_TOKENS, config.rollout.max_completion_tokens)
+    if tokens < 8:
+        raise ValueError(f"answers of at most {tokens} tokens are too short to time")
     rates = await asyncio.gather(
         *(engine.measure_decode(batch=batch, tokens=tokens, prompt=prompt) for engine in engines)
     )

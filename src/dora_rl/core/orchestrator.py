@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dora_rl.config import Config
-from dora_rl.core import ledger, policy
+from dora_rl.core import ledger
 from dora_rl.core import messages as m
 from dora_rl.core.planner import Planner
 from dora_rl.core.state import Batch, Instance, Rollout, State
-from dora_rl.core.types import GroupStatus, Version
+from dora_rl.core.types import GroupStatus, Version, has_spread
 
 FACTS = (m.RunStarted, m.InstanceJoined, m.InstanceLost, m.RankLost, m.DataLost, m.Interrupted)
 
@@ -241,7 +241,7 @@ class Orchestrator:
             state.batch.fruitless += 1
             state.last_failure = event.note
             ledger.leave(state, group, GroupStatus.FAILED)
-        elif not policy.has_spread(rewards):
+        elif not has_spread(rewards):
             state.batch.fruitless += 1
             ledger.leave(state, group, GroupStatus.FILTERED)
         else:

@@ -214,8 +214,3 @@ def forgettable(state: State) -> list[Version]:
     for instance in state.instances.values():
         needed.update(v for v in (instance.version, instance.loading) if v is not None)
     return sorted(state.stored - needed)
-
-
-def has_spread(rewards: list[float]) -> bool:
-    """Whether a group has anything to learn from: its rewards are not all equal (their mean says nothing of that)."""
-    return max(rewards) - min(rewards) > 1e-9

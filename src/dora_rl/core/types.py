@@ -1,8 +1,9 @@
 """The nouns that cross every wall of the project: identifiers, statuses and what an instance says of itself.
 
-Plain data without behaviour. Bytes (tokens, tensors, KV) are never here, only their names and sizes.
+Plain data with next to no behaviour. Bytes (tokens, tensors, KV) are never here, only their names and sizes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NewType
@@ -42,6 +43,15 @@ class GroupStatus(StrEnum):
 UNFINISHED = (GroupStatus.RUNNING, GroupStatus.PARKED)
 UNSEATED = (GroupStatus.RUNNING, GroupStatus.PARKED, GroupStatus.READY)
 FINAL = (GroupStatus.TRAINED, GroupStatus.FILTERED, GroupStatus.FAILED, GroupStatus.INTERRUPTED, GroupStatus.DROPPED)
+
+
+def has_spread(rewards: Sequence[float | None]) -> bool:
+    """Whether a group has anything to learn from: two rewards that differ by more than rounding, whatever their mean.
+
+    The one definition for scheduler, trainer and whoever watches.
+    """
+    known = [reward for reward in rewards if reward is not None]
+    return len(known) >= 2 and max(known) - min(known) > 1e-6 * max(1.0, abs(max(known)), abs(min(known)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

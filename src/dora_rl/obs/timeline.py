@@ -24,7 +24,15 @@ from dora_rl.core.messages import (
     Step,
     Stepped,
 )
-from dora_rl.core.types import FinishReason, GroupId, InstanceDescriptor, InstanceId, RolloutId, Version
+from dora_rl.core.types import (
+    FinishReason,
+    GroupId,
+    InstanceDescriptor,
+    InstanceId,
+    RolloutId,
+    Version,
+    has_spread,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,7 +184,7 @@ class Timeline:
                 self._finish_segment(event)
             case Scored(group=group, rewards=rewards, error=None):
                 self._groups[group].rewards = rewards
-                if not _worth_training(rewards):
+                if not has_spread(rewards):
                     self._leave(group)
             case Accumulated(group=group, attempt=attempt, lost=True):
                 if self._groups[group].seat == attempt:  # else it sat in a batch that is lost anyway
@@ -278,12 +286,6 @@ class Timeline:
         if record.seat is not None and not record.gone:
             record.seat = None
             self._alive[record.version] += 1
-
-
-def _worth_training(rewards: Sequence[float | None]) -> bool:
-    """Whether a scored group stays in the ledger: the scheduler's filter, told again by one who only watches."""
-    known = [reward for reward in rewards if reward is not None]
-    return len(known) >= 2 and max(known) - min(known) > 1e-9
 
 
 def _take(counter: Counter[Version], version: Version) -> None:

@@ -49,7 +49,10 @@ class Chat:
             roles = [turn.get("role") for turn in turns]
             raise DataError(f"the model's chat template refuses turns of {roles}: {error}; change the data") from error
         # The template has written every special token itself: adding them again would double the first one.
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        try:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except (TypeError, UnicodeError) as error:
+            raise DataError(f"the prompt {text[:40]!r}... is no Unicode text ({error}); change the data") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of an answer, special tokens left out. For rewards and people: nothing is ever re-tokenised."""

@@ -249,7 +249,7 @@ def read_jsonl(path: Path, prompt_column: str, answer_column: str | None) -> lis
 def _read_row(where: str, number: int, line: str, prompt_column: str, answer_column: str | None) -> Row:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({error}); write one JSON object a line") from error
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}; write one object a line")

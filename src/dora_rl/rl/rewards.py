@@ -4,13 +4,15 @@ Knows texts and columns of one prompt group; knows nothing of processes, time li
 """
 
 import importlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol, cast
 
 from dora_rl.rl.errors import RewardError
+
+LARGEST = 1e6
+"""Largest reward: beyond it the float32 that they are kept in cannot tell answers apart."""
 
 ASKED_FORM = "Answer: "
 """How the last line of an answer begins; `tasks.INSTRUCTION` asks for it."""
@@ -77,7 +79,7 @@ def load_reward(spec: str) -> RewardFunction:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(
             f"reward.functions: importing {module_name!r} raised {type(error).__name__}: {_one_line(error)}; "
             "make it importable from where the run starts"
@@ -145,8 +147,11 @@ def _number_or_none(name: str, row: int, value: Any) -> float | None:
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, Real):
         raise RewardError(f"reward function {name}, row {row}: expected a number or None, got {value!r}")
-    if not math.isfinite(value):
-        raise RewardError(f"reward function {name}, row {row}: got {value}; return None for an answer it cannot judge")
+    if not abs(float(value)) <= LARGEST:  # a NaN fails too
+        raise RewardError(
+            f"reward function {name}, row {row}: got {value}, expected a number up to {LARGEST:g}; return None for an "
+            "answer it cannot judge"
+        )
     return float(value)
 
 
@@ -166,7 +171,7 @@ def _first_failing_row(function: RewardFunction, arguments: Mapping[str, Sequenc
 
 
 def _reference(row: int, answer: Any) -> str:
-    text = str(answer).strip()
+    text = "" if answer is None else str(answer).strip()
     if not text or "\n" in text:
         raise RewardError(
             f"exact_answer, row {row}: the reference answer must be one line of text, got {answer!r}; mend the data"
@@ -175,4 +180,5 @@ def _reference(row: int, answer: Any) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    # Half a surrogate pair cannot be written to any file.
+    return " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode("utf-8")

@@ -117,6 +117,7 @@ class RemoteEngine:
         self._actor = actor
         self._config = config
         self._model_dir = model_dir
+        self._started = False
 
     async def start(self) -> InstanceDescriptor:
         config = self._config
@@ -124,6 +125,7 @@ class RemoteEngine:
             self._name, self._model_dir, config.rollout, config.model.dtype, config.run.seed
         )
         descriptor: InstanceDescriptor = await call(started, self._name)
+        self._started = True
         return descriptor
 
     async def load(self, manifest: Manifest) -> LoadReport:
@@ -159,7 +161,8 @@ class RemoteEngine:
 
     async def shutdown(self) -> None:
         try:
-            await call(self._actor.shutdown.remote(), self._name)
+            if self._started:  # otherwise the call would wait for the start to end
+                await call(self._actor.shutdown.remote(), self._name)
         finally:
             ray.kill(self._actor)
 

@@ -35,6 +35,7 @@ def describe(engine: "AsyncLLM", rollout: RolloutConfig, dtype: str) -> Instance
     model, parallel, block = config.model_config, config.parallel_config, config.cache_config.block_size
     kv_heads = model.get_num_kv_heads(parallel)
     shape = f"{model.get_num_layers(parallel)}x{kv_heads}x{model.get_head_size()}"
+    kv_tokens = config.cache_config.num_gpu_blocks * block
     on_gpu = rollout.gpus_per_instance > 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(rollout.gpus_per_instance))
     return InstanceDescriptor(
@@ -43,8 +44,8 @@ def describe(engine: "AsyncLLM", rollout: RolloutConfig, dtype: str) -> Instance
         # Layers x KV heads x head size of one rank, then element type, block and ranks: whatever decides how a
         # block's bytes lie in memory.
         layout=f"{shape}-{dtype}-block{block}-tp{rollout.tensor_parallel}-{'gpu' if on_gpu else 'cpu'}",
-        slots=rollout.slots,
-        kv_capacity_tokens=config.cache_config.num_gpu_blocks * block,
+        slots=min(rollout.slots, kv_tokens // model.max_model_len),
+        kv_capacity_tokens=kv_tokens,
     )
 
 

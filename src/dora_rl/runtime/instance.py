@@ -122,7 +122,10 @@ class Instance:
             # the first load or somebody's answer.
             await _probe(self._engine, (0,) * min(8, self._limit - 1), "warm-up")
         except Exception as error:
-            raise RemoteError(f"{instance}: the engine did not start on {model_dir}: {_one_line(error)}") from error
+            raise RemoteError(
+                f"{instance}: the engine did not start on {model_dir}: {_one_line(error)}; its own output is in Ray's "
+                "session folder, session_latest/logs/worker-*.err"
+            ) from error
         self._descriptor = describe(self._engine, rollout, dtype)
         return self._descriptor
 

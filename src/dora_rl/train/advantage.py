@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from dora_rl.core.types import has_spread
+
 _EPS = 1e-6
 
 
@@ -24,9 +26,3 @@ def group_advantages(rewards: Sequence[float | None]) -> list[float | None]:
     mean = math.fsum(scored) / len(scored)
     std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in scored) / len(scored))
     return [None if reward is None else (reward - mean) / (std + _EPS) for reward in rewards]
-
-
-def has_spread(rewards: Sequence[float | None]) -> bool:
-    """Whether there is anything to learn: two rewards that differ. A mean says nothing of that."""
-    scored = [reward for reward in rewards if reward is not None]
-    return len(scored) >= 2 and max(scored) - min(scored) > _EPS * max(1.0, abs(max(scored)), abs(min(scored)))

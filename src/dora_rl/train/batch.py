@@ -6,7 +6,8 @@ Knows sizes and advantages; knows nothing of the model.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dora_rl.train.advantage import group_advantages, has_spread
+from dora_rl.core.types import has_spread
+from dora_rl.train.advantage import group_advantages
 from dora_rl.train.tree import build_tree
 from dora_rl.wire.rollouts import Trajectory
 

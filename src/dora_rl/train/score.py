@@ -23,11 +23,29 @@ def score(
     """log softmax(logits / temperature) of every completion token, in nats, under the weights in `weights_dir`.
 
     `model_dir` gives the architecture, `weights_dir` one or more .safetensors files with Hugging Face names. Raises
-    ValueError when names or shapes do not fit the architecture.
+    ValueError when names or shapes do not fit the architecture, or a trajectory does not fit it (see `unfit`).
     """
     model = _load(model_dir, weights_dir)
+    for faults in unfit(model_dir, trajectories).values():
+        raise ValueError(faults)
     with torch.no_grad():
         return [_score_one(model, trajectory, temperature) for trajectory in trajectories]
+
+
+def unfit(model_dir: Path, trajectories: Sequence[Trajectory]) -> dict[int, str]:
+    """By rollout, why the model could not have sampled it at all: an empty prompt, or tokens that it does not have."""
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    size: int = config.get_text_config().vocab_size
+    faults = {}
+    for one in trajectories:
+        foreign = [token for token in (*one.prompt_token_ids, *one.completion_token_ids) if not 0 <= token < size]
+        if foreign:
+            faults[int(one.rollout)] = f"trajectory {one.rollout}: token {foreign[0]} is none of the model's {size}"
+        elif not one.prompt_token_ids and one.completion_token_ids:
+            faults[int(one.rollout)] = (
+                f"trajectory {one.rollout}: its prompt is empty, nothing predicts its first token"
+            )
+    return faults
 
 
 def _load(model_dir: Path, weights_dir: Path) -> PreTrainedModel:

@@ -38,9 +38,9 @@ def prepare_model(path: str, out: Path) -> None:
     logging.disable_progress_bar()  # the terminal belongs to the run
     if path.startswith(_TINY):
         seed = path.removeprefix(_TINY)
-        if not seed.isdecimal():
+        if not seed.isdecimal() or int(seed) >= 2**63:
             raise ConfigError(
-                f"model.path = {path!r}: expected tiny:SEED with a whole number, got {seed!r}; for example tiny:0"
+                f"model.path = {path!r}: expected tiny:SEED with a number below 2^63, got {seed!r}; for example tiny:0"
             )
         model: PreTrainedModel = tiny_model(seed=int(seed))
         tokenizer: PreTrainedTokenizerBase = tiny_tokenizer()
