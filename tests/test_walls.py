@@ -16,9 +16,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # A name allows itself and what lies under it. Every package may import itself.
     "config": (),
     "core": ("config",),
-    "sim": ("config", "core"),
-    "runtime": ("config", "core", "wire", "rl"),
-    "train": ("config", "wire", "core.types"),
+    "pace": ("config",),
+    "sim": ("config", "core", "pace.law"),
+    "runtime": ("config", "core", "wire", "rl", "pace"),
+    "train": ("config", "wire", "core.types", "pace"),
     "wire": ("core.types",),
     "rl": ("core.types", "wire.rollouts"),
     "obs": ("core.types", "core.messages", "core.replay", "wire.rollouts"),

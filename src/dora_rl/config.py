@@ -127,6 +127,13 @@ class RolloutConfig(Section):
     kv_cache_gib: float = Field(1.0, gt=0)
     """Memory for one instance's KV cache on the CPU."""
 
+    kv_overcommit: float = Field(1.0, ge=1)
+    """Slots for so many times the answers that would fit the KV cache at full length; most answers are short. An
+    instance that comes near its limit gives answers up to others, with their KV, before the engine has to."""
+
+    kv_pressure: float = Field(0.9, gt=0, le=1)
+    """Share of the KV cache beyond which an overcommitted instance takes nothing and gives answers up."""
+
     kept_kv_gib: float = Field(1.0, ge=0)
     """Memory for KV of answers between two instances; beyond it, and with 0, prefixes are computed again."""
 
@@ -208,6 +215,12 @@ class ScheduleConfig(Section):
                 "the others train while they generate"
             )
         return self
+
+    @property
+    def promises(self) -> tuple[str, ...]:
+        """Which of C1 (one version per trajectory), C2 (nothing thrown away) and C3 (bounded staleness) are kept."""
+        broken = {"partial": "C1", "drop_stale": "C2"}.get(self.strategy)
+        return tuple(promise for promise in ("C1", "C2", "C3") if promise != broken)
 
     @property
     def bound(self) -> int:
@@ -313,6 +326,11 @@ class PaceConfig(Section):
     """Whether the trainer computes a group when it takes its seat, or all of them when the batch is full."""
 
 
+def _in_place(pace: PaceConfig) -> PaceConfig:
+    """Of answers that stay where they are: nothing is carried."""
+    return pace.model_copy(update={"move_s": 0.0, "move_token_s": 0.0})
+
+
 class Config(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
@@ -323,7 +341,12 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     audit: AuditConfig = AuditConfig()
-    pace: PaceConfig = PaceConfig()
+    pace: PaceConfig | None = None
+
+    @property
+    def law(self) -> PaceConfig | None:
+        """[pace], as it holds for the strategy: where answers go on under new weights their KV stays where it is."""
+        return self.pace if self.pace is None or "C1" in self.schedule.promises else _in_place(self.pace)
 
     @property
     def max_model_tokens(self) -> int:
@@ -357,7 +380,7 @@ def parse_config(raw: dict[str, Any]) -> Config:
 def dump_config(config: Config) -> str:
     """The configuration as TOML, every value spelled out."""
     lines: list[str] = []
-    for section, values in config.model_dump().items():
+    for section, values in config.model_dump(exclude_none=True).items():
         lines.append(f"[{section}]")
         lines += [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
         lines.append("")
@@ -365,8 +388,13 @@ def dump_config(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """SHA-256 over the spelled-out configuration, shortened to 16 hexadecimal digits."""
-    return hashlib.sha256(dump_config(config).encode()).hexdigest()[:16]
+    """Of the configuration as `dump_config` spells it out: what a run's config.toml holds."""
+    return text_hash(dump_config(config))
+
+
+def text_hash(text: str) -> str:
+    """SHA-256, shortened to 16 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

@@ -63,6 +63,12 @@ class FilingWorld(RandomWorld):
                             version=event.version, instance=event.instance, start=start, end=start + event.num_tokens
                         )
                     )
+        if isinstance(event, m.InstanceLost):
+            for rollout, tokens in event.saved:
+                asked, start = self.asked[rollout], self.asked[rollout].generated_tokens
+                if tokens and asked.instance == event.instance:
+                    part = Segment(version=asked.version, instance=event.instance, start=start, end=start + tokens)
+                    self.segments[rollout].append(part)
         for command in commands:
             if isinstance(command, m.Generate):
                 self.asked[command.rollout] = command
@@ -72,8 +78,8 @@ class FilingWorld(RandomWorld):
                 if command.group is not None:
                     self.members.setdefault(command.group, {})[command.member] = command.rollout
 
-    def answer(self, command: m.Command, *, now: float) -> m.Event:
-        event = super().answer(command, now=now)
+    def answer(self, command: m.Command, now: float) -> m.Event:
+        event = super().answer(command, now)
         if isinstance(event, m.Scored) and event.error is None:
             group = [
                 self.trajectory(rollout, event.rewards[member])
@@ -141,7 +147,7 @@ def build_run(path: Path, config: Config, world: WorldConfig, *, killed_after: i
         seed=config.run.seed,
     )
     filing = FilingWorld(world, config, folder)
-    core = Orchestrator(config, survive_lost_instances=True)
+    core = Orchestrator(config)
     events = 0
     with JournalWriter(folder.journal, header) as journal:
 

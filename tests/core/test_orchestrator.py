@@ -16,8 +16,8 @@ A, B = InstanceId("a"), InstanceId("b")
 class Story:
     """A core and a clock; keeps what was asked so that it can be answered by name."""
 
-    def __init__(self, config: Config, *, survive: bool = False, prompts: int | None = None, answers: int = 0) -> None:
-        self.core = Orchestrator(config, survive_lost_instances=survive)
+    def __init__(self, config: Config, *, prompts: int | None = None, answers: int = 0) -> None:
+        self.core = Orchestrator(config)
         self.now = 0.0
         self.asked: list[m.Command] = []
         self.tell(m.RunStarted, prompts=prompts, evaluation_answers=answers)
@@ -206,15 +206,26 @@ def test_one_answer_that_cannot_be_had_costs_its_group_a_member_not_its_life() -
     assert kinds(story.finishes(1))[0] == "Score"
 
 
-def test_a_lost_instance_ends_the_run_with_its_cause(story: Story) -> None:
+def test_the_last_instance_to_be_lost_ends_the_run_with_its_cause(story: Story) -> None:
     story.loaded(A, 0)
+    story.tell(m.InstanceLost, instance=B, reason="bad luck")
+    assert not story.core.done
     assert story.tell(m.InstanceLost, instance=A, reason="out of memory") == []
     assert story.core.done
-    assert story.core.state.stopped == "instance a was lost: out of memory"
+    assert story.core.state.stopped == "instance a was lost, and no other is left: out of memory"
+
+
+def test_what_a_lost_instance_ran_goes_on_from_the_tokens_that_it_had_reported(story: Story) -> None:
+    story.loaded(A, 0), story.loaded(B, 0)
+    lost = [command.rollout for command in story.running().values() if command.instance == A]
+    story.finishes(2), story.finishes(3)
+    commands = story.tell(m.InstanceLost, instance=A, reason="killed", saved=((lost[0], 7),))
+    again = {c.rollout: (c.instance, c.segment, c.generated_tokens) for c in commands if isinstance(c, m.Generate)}
+    assert again == {lost[0]: (B, 1, 7), lost[1]: (B, 1, 0)}
 
 
 def test_what_a_lost_instance_ran_goes_on_elsewhere_and_its_late_answer_is_absorbed() -> None:
-    story = Story(make_config(), survive=True)
+    story = Story(make_config())
     story.joins(A, slots=2), story.joins(B, slots=4), story.published(0)
     story.loaded(A, 0), story.loaded(B, 0)
     lost = [command for command in story.running().values() if command.instance == A]
@@ -272,7 +283,7 @@ def test_a_lost_rank_makes_its_groups_ready_again_and_late_answers_are_absorbed(
 
 
 def test_an_instance_drains_for_a_version_that_is_due_and_that_nobody_serves() -> None:
-    story = Story(make_config(groups_per_iteration=1, max_staleness_versions=1), survive=True)
+    story = Story(make_config(groups_per_iteration=1, max_staleness_versions=1))
     story.joins(A, slots=2), story.published(0), story.loaded(A, 0)  # group 0 runs on A
     story.joins(B, slots=2)
     story.loaded(B, 0)  # group 1 runs on B

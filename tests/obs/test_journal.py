@@ -36,6 +36,7 @@ BY_NAME = {
     "resume_s": seconds,
     "keep_s": seconds,
     "keep": st.booleans(),
+    "saved": st.lists(st.tuples(number, number), max_size=3).map(tuple),
     "descriptor": descriptors,
     "instance": st.text(max_size=8),
     "reason": st.text(max_size=8),

@@ -272,7 +272,7 @@ def simulated(seed: int, *, strategy: str, losses: bool) -> list[Metrics]:
                 lines.append(iteration_metrics(timeline, command.iteration))
                 timeline.forget(command.iteration)
 
-    core = Orchestrator(config, survive_lost_instances=True)
+    core = Orchestrator(config)
     simulate(core, RandomWorld(world, max_tokens=24, group_size=3), record)
     return lines
 

@@ -142,8 +142,18 @@ def test_nothing_is_dispatched_before_an_engine_serves_the_first_version(tmp_pat
 
 def test_a_lost_engine_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     engines = {InstanceId("e0"): FakeEngine("e0", seed=0, dies_after=100)}
+    config = make_config()
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"instances": 1})})
+    done = run(tmp_path, config, engines=engines)
+    assert done.state.stopped == "instance e0 was lost, and no other is left: ProcessLost: e0 was killed"
+
+
+def test_what_a_lost_engine_ran_is_finished_by_the_others(tmp_path: Path) -> None:
+    engines = {InstanceId(f"e{i}"): FakeEngine(f"e{i}", seed=i, dies_after=100 if i else None) for i in range(2)}
     done = run(tmp_path, make_config(), engines=engines)
-    assert done.state.stopped == "instance e0 was lost: ProcessLost: e0 was killed"
+    assert done.state.stopped is None
+    assert list(done.state.instances) == ["e0"]
+    assert done.trainer.exported
 
 
 @pytest.mark.parametrize("prompts", [1, 5, 7])

@@ -134,8 +134,8 @@ class History:
             case lines.InstanceJoined(instance=instance, descriptor=descriptor):
                 self._held[instance] = sorted(descriptor.versions)
                 self._room[instance] = descriptor.max_versions
-            case lines.InstanceLost(instance=instance):
-                self._lose(instance)
+            case lines.InstanceLost(instance=instance, saved=saved):
+                self._lose(instance, dict(saved))
             case lines.Loaded():
                 self._loaded(event)
             case lines.Generated():
@@ -166,13 +166,16 @@ class History:
             case lines.Exported(error=None):
                 self.finished = True
 
-    def _lose(self, instance: str) -> None:
+    def _lose(self, instance: str, saved: dict[int, int]) -> None:
+        """What ran there goes on from the tokens that it had reported."""
         self._held.pop(instance, None)
         self._loading.pop(instance, None)
         for answer in self._running(instance):
             if answer.asked is not None:
                 self._written_off.add(_key(answer.asked))
-                answer.asked = None
+                if tokens := saved.get(answer.rollout):
+                    answer.segments.append((answer.asked.version, instance, tokens))
+                answer.asked, answer.reason = None, "failed"
 
     def _running(self, instance: str) -> list[Answer]:
         return [one for one in self.answers.values() if one.asked is not None and one.asked.instance == instance]

@@ -38,6 +38,10 @@ class InstanceJoined(Tagged):
 
 class InstanceLost(Tagged):
     instance: str
+    saved: list[tuple[int, Count]]
+
+
+class Reported(Tagged): ...
 
 
 class RankLost(Tagged): ...
@@ -171,6 +175,7 @@ Event = (
     RunStarted
     | InstanceJoined
     | InstanceLost
+    | Reported
     | RankLost
     | DataLost
     | Interrupted

@@ -67,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     core.add_argument("run_folder", type=Path, nargs="?", metavar="RUN", help="take the event mix of this run")
     core.add_argument("--json", action="store_true", help="print the figures as JSON")
     core.set_defaults(run=_bench_core)
+    migration = bench.add_parser("migration", help="first token after a move, with KV carried and computed again")
+    migration.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml", help="model and engine settings")
+    migration.add_argument("--json", action="store_true", help="print the figures as JSON")
+    migration.set_defaults(run=_bench_migration)
     return parser
 
 
@@ -115,6 +119,14 @@ def _bench_core(arguments: argparse.Namespace) -> int:
     except JournalError as error:
         raise ConfigError(str(error)) from error
     print(json.dumps(result.to_json()) if arguments.json else result.to_text())
+    return 0
+
+
+def _bench_migration(arguments: argparse.Namespace) -> int:
+    from dora_rl.bench.migration import bench_migration, to_json, to_text
+
+    points = bench_migration(load_config(arguments.config) if arguments.config else None)
+    print(json.dumps(to_json(points)) if arguments.json else to_text(points))
     return 0
 
 

@@ -42,6 +42,18 @@ class InstanceLost:
     at: float
     instance: InstanceId
     reason: str
+    saved: tuple[tuple[RolloutId, int], ...] = ()
+    """Answers that ran there, with the tokens that they had reported since their segment began."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reported:
+    """How full an instance's KV cache is."""
+
+    at: float
+    instance: InstanceId
+    kv_tokens: int
+    """Of its running answers, what they share counted once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,6 +324,7 @@ Event = (
     RunStarted
     | InstanceJoined
     | InstanceLost
+    | Reported
     | RankLost
     | DataLost
     | Interrupted

@@ -11,24 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 from dora_rl.config import Config
-from dora_rl.core import ledger
+from dora_rl.core import ledger, policy
 from dora_rl.core import messages as m
 from dora_rl.core.planner import Planner
 from dora_rl.core.state import Batch, Instance, Rollout, State
-from dora_rl.core.types import GroupStatus, Version, has_spread
+from dora_rl.core.types import FinishReason, GroupStatus, Version, has_spread
 
-FACTS = (m.RunStarted, m.InstanceJoined, m.InstanceLost, m.RankLost, m.DataLost, m.Interrupted)
+FACTS = (m.RunStarted, m.InstanceJoined, m.InstanceLost, m.Reported, m.RankLost, m.DataLost, m.Interrupted)
 
 
 class Orchestrator:
-    def __init__(self, config: Config, *, survive_lost_instances: bool = False) -> None:
+    def __init__(self, config: Config) -> None:
         self.state = State(config)
         self._planner = Planner(self.state, config)
-        self._survive = survive_lost_instances
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.RunStarted: self._run_started,
             m.InstanceJoined: self._instance_joined,
             m.InstanceLost: self._instance_lost,
+            m.Reported: self._reported,
             m.RankLost: self._rank_lost,
             m.DataLost: self._data_lost,
             m.Interrupted: self._interrupted,
@@ -78,12 +78,13 @@ class Orchestrator:
         state, descriptor = self.state, event.descriptor
         if event.instance in state.instances:
             raise m.ProtocolError(f"instance {event.instance} joined twice; a new engine needs a new name")
-        fit = descriptor.kv_capacity_tokens // state.kv_tokens_per_answer
+        fit = int(descriptor.kv_capacity_tokens * state.kv_overcommit) // state.kv_tokens_per_answer
         if fit < 1:
             state.stopped = (
                 f"instance {event.instance}: KV cache of {descriptor.kv_capacity_tokens} tokens holds no answer of "
                 f"{state.kv_tokens_per_answer}; raise rollout.kv_cache_gib or lower rollout.max_completion_tokens"
             )
+        state.expected = max(0, state.expected - 1)
         state.instances[event.instance] = Instance(
             id=event.instance,
             descriptor=descriptor,
@@ -92,23 +93,40 @@ class Orchestrator:
         )
 
     def _instance_lost(self, event: m.InstanceLost) -> None:
+        """What ran there goes on elsewhere, from the tokens that it had reported."""
         state = self.state
-        if not self._survive:
-            state.stopped = f"instance {event.instance} was lost: {event.reason}"
-            return
         state.draining.pop(event.instance, None)
+        state.switching.pop(event.instance, None)
         instance = state.instances.pop(event.instance, None)
         if instance is None:
-            return  # lost already; its death was noticed twice
+            state.expected = max(0, state.expected - 1)
+        if not state.instances and not state.expected:
+            state.stopped = f"instance {event.instance} was lost, and no other is left: {event.reason}"
+        if instance is None:
+            return  # it never joined
+        saved = dict(event.saved)
         if instance.loading is not None:
             state.written_off_loads.add((instance.id, instance.loading))
         for rollout_id in instance.running:
             rollout = state.rollouts[rollout_id]
             state.written_off.add((rollout_id, rollout.attempt))
             rollout.attempt += 1
+            rollout.segment += 1
+            rollout.tokens += saved.get(rollout_id, 0)
             ledger.stop_running(state, rollout)
-        for rollout_id in (*instance.running, *instance.reserved):
+            if rollout.tokens < state.max_tokens:
+                ledger.wait(state, rollout)
+            else:
+                self._finish(rollout, "failed")  # nothing was left to sample but the news of its end
+        for rollout_id in instance.reserved:
             ledger.wait(state, state.rollouts[rollout_id])
+
+    def _reported(self, event: m.Reported) -> None:
+        instance = self.state.instances.get(event.instance)
+        if instance is None:
+            return  # lost in the meantime
+        instance.kv_tokens = event.kv_tokens
+        instance.pressed = policy.is_pressed(self.state, instance)
 
     def _rank_lost(self, event: m.RankLost) -> None:
         """The batch's gradient is gone: its groups are ready again, and answers to its commands come too late."""
@@ -172,20 +190,21 @@ class Orchestrator:
         ledger.stop_running(state, rollout)
         rollout.tokens += event.num_tokens
         if event.reason in ("stop", "length"):
-            self._finish(rollout, event)
+            self._finish(rollout, event.reason)
             return
         rollout.segment += 1
         rollout.attempt += 1
         rollout.failures += event.reason == "failed"
         if rollout.tokens >= state.max_tokens:
-            self._finish(rollout, event)  # no budget is left: truncated, not asked for again
+            # No budget is left: truncated, not asked for again.
+            self._finish(rollout, "length" if event.reason == "detached" else event.reason)
         elif rollout.failures < state.config.max_attempts:
             ledger.keep(state, rollout, event)
             ledger.wait(state, rollout)
         elif rollout.evaluation is not None:
             state.stopped = f"evaluation answer {rollout.member} failed {rollout.failures} times: {event.error}"
         else:
-            self._finish(rollout, event)  # the group is scored with its survivors
+            self._finish(rollout, event.reason)  # the group is scored with its survivors
 
     def _learn(self, rollout: Rollout, event: m.Generated) -> None:
         """What this segment tells of the costs of moving and of the rate of sampling."""
@@ -204,9 +223,9 @@ class Orchestrator:
             rollout.detaching = False
             self.state.leaving[rollout.version] -= 1
 
-    def _finish(self, rollout: Rollout, event: m.Generated) -> None:
+    def _finish(self, rollout: Rollout, reason: FinishReason) -> None:
         state = self.state
-        rollout.finished = "length" if event.reason == "detached" else event.reason
+        rollout.finished = reason
         if rollout.group is not None:
             group = state.groups[rollout.group]
             group.unfinished -= 1

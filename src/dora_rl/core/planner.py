@@ -36,9 +36,9 @@ class Planner:
     def decide(self, event: m.Event) -> None:
         """Everything that follows from the state as this event has left it."""
         state = self.state
-        if self._strategy.drops and isinstance(event, m.Stepped | m.RankLost):
+        if "C2" not in state.config.promises and isinstance(event, m.Stepped | m.RankLost):
             self._drop()
-        if not self._strategy.one_version:
+        if "C1" not in state.config.promises:
             if isinstance(event, m.Published):
                 for instance in state.instances.values():
                     state.switching[instance.id] = None
@@ -54,6 +54,8 @@ class Planner:
                 self._switch()
                 self._serve()
         else:
+            if isinstance(event, m.Reported) and event.instance in state.instances:
+                self._relieve(state.instances[event.instance])
             self._switch()
             self._serve()
         self._admit()
@@ -223,6 +225,11 @@ class Planner:
         """Tell an instance to give up answers that are better continued elsewhere."""
         for rollout in policy.choose_moves(self.state, instance):
             self._detach(rollout, keep=policy.keep_pays(self.state, rollout))
+
+    def _relieve(self, instance: Instance) -> None:
+        if instance.pressed and not any(self.state.rollouts[r].detaching for r in instance.running):
+            for rollout in policy.choose_relief(self.state, instance):
+                self._detach(rollout, keep=policy.keep_pays(self.state, rollout))
 
     def _detach(self, rollout: Rollout, *, keep: bool) -> None:
         assert rollout.instance is not None, f"rollout {rollout.id} runs nowhere"

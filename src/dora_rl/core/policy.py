@@ -182,6 +182,25 @@ def choose_moves(state: State, instance: Instance) -> list[Rollout]:
     return chosen if costs <= frees else []
 
 
+def is_pressed(state: State, instance: Instance) -> bool:
+    """Whether an instance's KV cache is nearly full; it is so until there is room for a few answers again."""
+    capacity = instance.descriptor.kv_capacity_tokens
+    limit = state.kv_pressure * capacity
+    if instance.slots * state.kv_tokens_per_answer <= capacity:
+        return False  # all of its answers fit, however long they get
+    return instance.kv_tokens > (limit - state.kv_tokens_per_answer if instance.pressed else limit)
+
+
+def choose_relief(state: State, instance: Instance) -> list[Rollout]:
+    """The answers that a pressed instance gives up: the youngest, whose KV is cheapest to move, but never its last."""
+    running = [state.rollouts[r] for r in instance.running]
+    running = sorted((r for r in running if not r.detaching), key=lambda r: (-r.started, -r.id))
+    excess = instance.kv_tokens - (state.kv_pressure * instance.descriptor.kv_capacity_tokens)
+    excess += state.kv_tokens_per_answer  # room for one to grow
+    share = instance.kv_tokens / max(1, len(instance.running))
+    return running[: max(0, min(len(running) - 1, round(excess / max(1.0, share))))]
+
+
 def keep_pays(state: State, rollout: Rollout) -> bool:
     """Whether to keep the KV of an answer that leaves its instance, rather than compute its prefix again."""
     return state.kept_bytes < state.kept_bytes_limit and state.costs.keep_pays(state.tokens_now(rollout))

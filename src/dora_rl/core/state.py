@@ -75,6 +75,10 @@ class Instance:
     version: Version | None = None
     loading: Version | None = None
     running: dict[RolloutId, None] = field(default_factory=dict)
+    kv_tokens: int = 0
+    """Of its KV cache, as it has reported last."""
+    pressed: bool = False
+    """Its KV cache is nearly full: it takes nothing, and gives answers up before the engine has to."""
     reserved: list[RolloutId] = field(default_factory=list)
     ending: set[tuple[RolloutId, int]] = field(default_factory=set)
     """Attempts at answers that were thrown away, which still have their slots."""
@@ -86,7 +90,7 @@ class Instance:
 
     @property
     def free(self) -> int:
-        return self.slots - len(self.running) - len(self.reserved) - len(self.ending)
+        return 0 if self.pressed else self.slots - len(self.running) - len(self.reserved) - len(self.ending)
 
     @property
     def idle(self) -> bool:
@@ -128,6 +132,8 @@ class State:
         self.iterations = config.run.iterations
         self.max_tokens = config.rollout.max_completion_tokens
         self.kv_tokens_per_answer = config.max_model_tokens
+        self.kv_overcommit = config.rollout.kv_overcommit
+        self.kv_pressure = config.rollout.kv_pressure
         self.bound = schedule.bound
 
         self.started = False
@@ -141,6 +147,8 @@ class State:
         self.groups: dict[GroupId, Group] = {}
         self.rollouts: dict[RolloutId, Rollout] = {}
         self.instances: dict[InstanceId, Instance] = {}
+        self.expected = config.rollout.instances
+        """Instances that start with the run and have neither joined nor failed to."""
         self.draining: dict[InstanceId, Version] = {}
         """Instances that give up all they have; then they load a version that is due and that nobody serves."""
         self.switching: dict[InstanceId, None] = {}
@@ -247,12 +255,10 @@ def _check_ledger(state: State) -> None:
 
 
 def _check_groups(state: State) -> None:
-    from dora_rl.core.strategies import STRATEGIES
-
     for group in state.groups.values():
         members = [state.rollouts[m] for m in group.members]
         versions = {m.version for m in members} | {group.version}
-        if STRATEGIES[state.config.strategy].one_version:
+        if "C1" in state.config.promises:
             assert len(versions) == 1, f"group {group.id} has versions {sorted(versions)} (C1)"
         unfinished = sum(m.finished is None for m in members)
         assert unfinished == group.unfinished, f"group {group.id}: {unfinished} unfinished, counted {group.unfinished}"
@@ -291,13 +297,12 @@ def _check_moves(state: State) -> None:
 def _check_bound(state: State) -> None:
     from dora_rl.core.policy import leaves_to_others
     from dora_rl.core.schedulability import schedulable
-    from dora_rl.core.strategies import STRATEGIES
 
     assert state.published <= state.trained, f"published {state.published} ahead of trained {state.trained}"
     for group in state.batch.groups:
         staleness = state.trained - state.groups[group].version
         assert 0 <= staleness <= state.bound, f"group {group} seated at staleness {staleness} > {state.bound} (C3)"
-    assert STRATEGIES[state.config.strategy].drops or schedulable(state, seats=state.batch.seats), (
+    assert "C2" not in state.config.promises or schedulable(state, seats=state.batch.seats), (
         f"not schedulable at version {state.trained}: {state.batch.seats} seats left, unseated {state.unseated}"
     )
     for version, heap in state.waiting.items():

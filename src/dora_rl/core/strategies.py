@@ -1,8 +1,10 @@
 """The strategies: how each decides what may start and what may be trained, and which promises it keeps.
 
-A strategy is data and two pure functions; everything else (placing, moving, loading) is the same for all of them and
-stands in policy.py. `dora` keeps all three promises by (S) of docs/staleness.md; the others are what it is measured
-against, each as its users know it.
+A strategy is two pure functions and the promises that it keeps (config.ScheduleConfig.promises): without C1, running
+answers go on under each new version as soon as it is published; without C2, groups that have become older than the
+bound are thrown away. Everything else (placing, moving, loading) is the same for all of them and stands in policy.py.
+`dora` keeps all three promises by (S) of docs/staleness.md; the others are what it is measured against, each as its
+users know it.
 """
 
 from collections.abc import Callable
@@ -22,12 +24,6 @@ class Strategy:
 
     may_seat: Callable[[State, Version], bool]
     """Whether a complete group of this version may take a seat of the open batch."""
-
-    one_version: bool = True
-    """C1. Otherwise running answers go on under each new version as soon as it is published."""
-
-    drops: bool = False
-    """Whether it breaks C2: groups that have become older than the bound are thrown away."""
 
 
 def _few_ready(state: State) -> bool:
@@ -87,8 +83,8 @@ STRATEGIES: dict[str, Strategy] = {
     "dora": Strategy(may_admit=_in_time, may_seat=_seats_suffice),
     "sync": Strategy(may_admit=_this_batch_lacks, may_seat=_of_this_version),
     "one_step_off": Strategy(may_admit=_next_batch_lacks, may_seat=_seats_suffice),
-    "partial": Strategy(may_admit=_in_time, may_seat=_seats_suffice, one_version=False),
-    "drop_stale": Strategy(may_admit=_slots_are_free, may_seat=_young_enough, drops=True),
+    "partial": Strategy(may_admit=_in_time, may_seat=_seats_suffice),
+    "drop_stale": Strategy(may_admit=_slots_are_free, may_seat=_young_enough),
 }
 
 

@@ -7,7 +7,7 @@ held too, so that a lost engine costs at most the tokens since its last report.
 from dataclasses import dataclass, field
 
 from dora_rl.core.messages import Generate
-from dora_rl.core.types import FinishReason, GroupId, RolloutId
+from dora_rl.core.types import FinishReason, GroupId, InstanceId, RolloutId
 from dora_rl.runtime.ports import GenerateResult, Partial
 from dora_rl.wire.rollouts import Prompt, Segment, Trajectory
 
@@ -72,6 +72,15 @@ class Answers:
         answer.finish_reason, answer.finished_at = "failed", now
         return len(saved)
 
+    def salvage_all(self, instance: InstanceId, *, now: float) -> tuple[tuple[RolloutId, int], ...]:
+        """The same for all that ran on an instance which is gone: answers, and how many tokens each had reported."""
+        lost = [
+            answer.command
+            for answer in self._answers.values()
+            if answer.command.instance == instance and answer.finish_reason is None
+        ]
+        return tuple((command.rollout, self.salvage(command, now=now)) for command in lost)
+
     def of_rollout(self, rollout: RolloutId) -> Answer:
         return self._answers[rollout]
 
@@ -107,7 +116,8 @@ def trajectory(answer: Answer, *, reward: float | None, rewards: dict[str, float
         group_id=command.group,
         member=command.member,
         prompt_id=answer.prompt.prompt_id,
-        version=command.version,
+        # The oldest, where a strategy lets answers go on under newer ones.
+        version=answer.segments[0].version if answer.segments else command.version,
         prompt_token_ids=answer.prompt.token_ids,
         completion_token_ids=tuple(answer.token_ids),
         logprobs=tuple(answer.logprobs),

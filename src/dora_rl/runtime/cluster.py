@@ -122,7 +122,7 @@ class RemoteEngine:
     async def start(self) -> InstanceDescriptor:
         config = self._config
         started = self._actor.start.remote(
-            self._name, self._model_dir, config.rollout, config.model.dtype, config.run.seed
+            self._name, self._model_dir, config.rollout, config.model.dtype, config.run.seed, config.law
         )
         descriptor: InstanceDescriptor = await call(started, self._name)
         self._started = True
@@ -139,6 +139,10 @@ class RemoteEngine:
     async def partials(self) -> Sequence[Partial]:
         partials: Sequence[Partial] = await call(self._actor.partials.remote(), self._name)
         return partials
+
+    async def kv_tokens(self) -> int:
+        tokens: int = await call(self._actor.kv_tokens.remote(), self._name)
+        return tokens
 
     async def detach(self, rollout: RolloutId, attempt: int, *, keep: bool) -> None:
         await call(self._actor.detach.remote(rollout, attempt, keep=keep), self._name)
@@ -158,6 +162,10 @@ class RemoteEngine:
         measured = self._actor.measure_decode.remote(batch=batch, tokens=tokens, prompt=tuple(prompt))
         rate: float = await call(measured, self._name)
         return rate
+
+    async def pace_report(self) -> tuple[int, int]:
+        report: tuple[int, int] = await call(self._actor.pace_report.remote(), self._name)
+        return report
 
     async def shutdown(self) -> None:
         try:

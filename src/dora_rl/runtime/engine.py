@@ -7,20 +7,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dora_rl.config import RolloutConfig
+from dora_rl.config import PaceConfig, RolloutConfig
 from dora_rl.core.types import InstanceDescriptor
-from dora_rl.runtime.staging import OWNER_VARIABLE
+from dora_rl.runtime.staging import OWNER_VARIABLE, PACE_VARIABLE
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-def start_engine(model_dir: str, rollout: RolloutConfig, dtype: str, seed: int) -> "AsyncLLM":
+def start_engine(
+    model_dir: str, rollout: RolloutConfig, dtype: str, seed: int, pace: PaceConfig | None = None
+) -> "AsyncLLM":
     """A running engine with weights of no meaning: real ones only ever come from the weight store.
 
     Blocks until it is ready (seconds). Whatever vLLM changes in this process's environment is undone.
     """
-    with _environment(_variables(rollout)), warnings.catch_warnings():
+    with _environment(_variables(rollout, pace)), warnings.catch_warnings():
         # vLLM reads its environment when it is imported, and takes seconds to import. What it and torch warn each
         # other of is for their authors; errors still come through.
         warnings.simplefilter("ignore")
@@ -44,7 +46,7 @@ def describe(engine: "AsyncLLM", rollout: RolloutConfig, dtype: str) -> Instance
         # Layers x KV heads x head size of one rank, then element type, block and ranks: whatever decides how a
         # block's bytes lie in memory.
         layout=f"{shape}-{dtype}-block{block}-tp{rollout.tensor_parallel}-{'gpu' if on_gpu else 'cpu'}",
-        slots=min(rollout.slots, kv_tokens // model.max_model_len),
+        slots=min(rollout.slots, int(kv_tokens * rollout.kv_overcommit) // model.max_model_len),
         kv_capacity_tokens=kv_tokens,
     )
 
@@ -96,7 +98,7 @@ def _arguments(model_dir: str, rollout: RolloutConfig, dtype: str, seed: int) ->
     }
 
 
-def _variables(rollout: RolloutConfig) -> dict[str, str]:
+def _variables(rollout: RolloutConfig, pace: PaceConfig | None) -> dict[str, str]:
     from_outside = {
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -105,6 +107,7 @@ def _variables(rollout: RolloutConfig) -> dict[str, str]:
         "TORCH_LOGS": "-all",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         OWNER_VARIABLE: str(os.getpid()),
+        PACE_VARIABLE: pace.model_dump_json() if pace is not None else "",
     }
     if rollout.gpus_per_instance > 0:
         return from_outside

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import threading
+import time
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -15,7 +16,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from dora_rl.runtime.staging import OWNER_VARIABLE, Slot, staged_tensors
+from dora_rl.config import PaceConfig
+from dora_rl.pace import law
+from dora_rl.pace.clock import Pacer
+from dora_rl.runtime.staging import OWNER_VARIABLE, PACE_VARIABLE, Slot, staged_tensors
+
+PACE = PaceConfig.model_validate_json(os.environ[PACE_VARIABLE]) if os.environ.get(PACE_VARIABLE) else None
+PACER = Pacer()
+"""Of this engine's process: its steps and moves come one after the other."""
 
 
 class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are untyped to us
@@ -28,6 +36,15 @@ class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are u
     def _init_executor(self) -> None:
         end_with_owner()
         super()._init_executor()
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        began = time.monotonic()
+        output = super().execute_model(scheduler_output, non_block)
+        tokens = scheduler_output.num_scheduled_tokens.values()
+        if PACE is not None and tokens:
+            prefill = sum(count for count in tokens if count > 1)
+            PACER.stretch(law.step_s(PACE, answers=len(tokens), prefill_tokens=prefill), began=began)
+        return output
 
 
 class ManyProcesses(MultiprocExecutor):  # type: ignore[misc]
@@ -58,6 +75,10 @@ class WorkerExtension:
         """Tokens, bytes and checksum; None as long as the request has not ended."""
         kept = get_kv_transfer_group().kept(name)
         return None if kept is None else list(kept)
+
+    def pace_report(self) -> list[int]:
+        """Paced pieces of work so far, and how many of them took longer than the law says."""
+        return [PACER.pieces, PACER.overruns]
 
     def forget_kv(self, name: str) -> None:
         get_kv_transfer_group().forget(name)

@@ -96,6 +96,9 @@ class FakeEngine:
             kept=kept,
         )
 
+    async def kv_tokens(self) -> int:
+        return 0
+
     async def detach(self, rollout: RolloutId, attempt: int, *, keep: bool) -> None:
         request = self.running.get(rollout)
         if request is not None and request.attempt == attempt:
@@ -119,6 +122,9 @@ class FakeEngine:
 
     async def partials(self) -> Sequence[Partial]:
         return []
+
+    async def pace_report(self) -> tuple[int, int]:
+        return 0, 0
 
     async def measure_decode(self, *, batch: int, tokens: int, prompt: Sequence[int]) -> float:
         return 1000.0

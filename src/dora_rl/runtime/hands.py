@@ -13,12 +13,14 @@ core as the command's answer, and what it means is decided there. The only broad
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
 from dora_rl.config import Config
 from dora_rl.core import messages as m
 from dora_rl.core.types import EvaluationId, GroupId, InstanceId, RolloutId, Sampling, Version
+from dora_rl.pace.law import forced_length
 from dora_rl.runtime.answers import Answer, Answers, trajectory
 from dora_rl.runtime.driver import Inbox
 from dora_rl.runtime.failures import failed, one_line
@@ -104,7 +106,7 @@ class Hands:
         self._manifests: dict[Version, Manifest] = {}
         self._evaluation: dict[EvaluationId, dict[int, RolloutId]] = {}
         self._reports: dict[int, StepReport] = {}
-        self._moves = Moves(dict(engines), config.rollout.move_timeout_s)
+        self._moves = Moves(dict(engines), config.rollout.move_timeout_s, one_version="C1" in config.schedule.promises)
         self.answers = Answers()
 
     def now(self) -> float:
@@ -167,6 +169,7 @@ class Hands:
             try:
                 async with asyncio.timeout(rollout.no_progress_s):
                     partials = await engine.partials()
+                    used = await engine.kv_tokens() if rollout.kv_overcommit > 1 else None
             except TimeoutError:
                 self._lose(instance, f"it gave no sign of life for rollout.no_progress_s = {rollout.no_progress_s:g} s")
                 return
@@ -175,10 +178,13 @@ class Hands:
                 return
             for partial in partials:
                 self.answers.report(partial)
+            if used is not None:
+                self._inbox.put_nowait(m.Reported(at=self.now(), instance=instance, kv_tokens=used))
 
     def _lose(self, instance: InstanceId, reason: str) -> None:
         if self._engines.pop(instance, None) is not None:
-            self._inbox.put_nowait(m.InstanceLost(at=self.now(), instance=instance, reason=reason))
+            saved = self.answers.salvage_all(instance, now=self.now())
+            self._inbox.put_nowait(m.InstanceLost(at=self.now(), instance=instance, reason=reason, saved=saved))
 
     # --- commands -------------------------------------------------------------------------------------------------
 
@@ -236,6 +242,7 @@ class Hands:
         fallback = await self._moves.hand_over(command)
         if fallback is not None:
             self._listener.moved(command, fallback=fallback)
+        forced = self._forced_length(command)
         result = await self._engine(command.instance).generate(
             GenerateRequest(
                 rollout=command.rollout,
@@ -243,12 +250,18 @@ class Hands:
                 version=command.version,
                 prompt_token_ids=prompt.token_ids,
                 completion_token_ids=tuple(answer.token_ids),
-                max_tokens=command.max_tokens,
+                max_tokens=command.max_tokens if forced is None else forced - command.generated_tokens,
                 temperature=self._config.rollout.temperature,
                 greedy=command.sampling == "greedy",
-                stop_token_ids=self._stop_token_ids,
+                stop_token_ids=self._stop_token_ids if forced is None else (),
             )
         )
+        if (
+            forced is not None
+            and result.finish_reason == "length"
+            and forced < self._config.rollout.max_completion_tokens
+        ):
+            result = replace(result, finish_reason="stop")  # as if it had come to its own end there
         self.answers.extend(result, now=self.now())
         if result.kept is not None:
             self._moves.keep(command.rollout, command.instance, result.kept)
@@ -267,6 +280,19 @@ class Hands:
             kept_tokens=len(result.kept.token_ids) if result.kept else 0,
             kept_bytes=result.kept.nbytes if result.kept else 0,
             keep_s=result.keep_s,
+        )
+
+    def _forced_length(self, command: m.Generate) -> int | None:
+        """In paced emulation: how many tokens this answer will have in all."""
+        pace = self._config.pace
+        if pace is None:
+            return None
+        return forced_length(
+            pace,
+            seed=self._config.run.seed,
+            prompt=-1 if command.group is None else command.group,
+            member=command.member,
+            limit=self._config.rollout.max_completion_tokens,
         )
 
     async def _load(self, command: m.Load) -> m.Loaded:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from dora_rl.config import RolloutConfig
+from dora_rl.config import PaceConfig, RolloutConfig
 from dora_rl.core.messages import ProtocolError
 from dora_rl.core.types import InstanceDescriptor, InstanceId, RolloutId, Version
 from dora_rl.runtime.engine import describe, engine_processes, start_engine, stop_engine
@@ -104,7 +104,13 @@ class Instance:
         """Prompt tokens that were found in the prefix cache instead of being computed, since the start."""
 
     async def start(
-        self, instance: InstanceId, model_dir: str, rollout: RolloutConfig, dtype: str, seed: int
+        self,
+        instance: InstanceId,
+        model_dir: str,
+        rollout: RolloutConfig,
+        dtype: str,
+        seed: int,
+        pace: PaceConfig | None = None,
     ) -> InstanceDescriptor:
         """Start the engine (seconds; the loop is blocked, as nothing can be asked yet) and let it compute once.
 
@@ -113,11 +119,12 @@ class Instance:
         if self._engine is not None:
             raise ProtocolError(f"{instance}: started twice; start another instance instead")
         self._name, self._rollout, self._tolerance = instance, rollout, CANARY_TOLERANCE[dtype]
+        self._pace = pace
         self._limit = rollout.max_prompt_tokens + rollout.max_completion_tokens
         try:
             # Two engines with one seed would draw the same random numbers for different answers.
             own_seed = xxhash.xxh32_intdigest(f"{seed}/{instance}".encode())
-            self._engine = start_engine(model_dir, rollout, dtype, own_seed)
+            self._engine = start_engine(model_dir, rollout, dtype, own_seed, pace)
             # The first use compiles kernels, for up to a minute on a new machine: that belongs to the start, not to
             # the first load or somebody's answer.
             await _probe(self._engine, (0,) * min(8, self._limit - 1), "warm-up")
@@ -161,6 +168,8 @@ class Instance:
                 f"the trainer's by up to {difference:.3g}, at most {self._tolerance:g} expected; it serves other "
                 "weights than were published"
             )
+        if self._pace is not None:
+            await asyncio.sleep(max(0.0, self._pace.load_s - (time.monotonic() - began)))
         self._version = manifest.version
         return LoadReport(seconds=time.monotonic() - began, canary_max_abs_diff=difference)
 
@@ -204,6 +213,17 @@ class Instance:
                     )
                 )
         return news
+
+    async def kv_tokens(self) -> int:
+        block = self._rollout.block_tokens
+        prompts = {answer.request.prompt_token_ids for answer in self._answers.values()}
+        own = [
+            len(answer.request.completion_token_ids)
+            + len(answer.token_ids)
+            + len(answer.request.prompt_token_ids) % block
+            for answer in self._answers.values()
+        ]
+        return sum(len(prompt) // block * block for prompt in prompts) + sum(-(-one // block) * block for one in own)
 
     async def detach(self, rollout: RolloutId, attempt: int, *, keep: bool) -> None:
         """Ask a running segment to end now, with reason "detached"; one that has just ended is left alone."""
@@ -273,6 +293,11 @@ class Instance:
         began, before = time.monotonic(), sum(len(answer.token_ids) for answer in self._answers.values())
         results = await asyncio.gather(*running)
         return (sum(len(result.token_ids) for result in results) - before) / (time.monotonic() - began)
+
+    async def pace_report(self) -> tuple[int, int]:
+        """Paced pieces of work so far, and how many took longer than the law says."""
+        pieces, overruns = (await self._running_engine().collective_rpc("pace_report"))[0]
+        return pieces, overruns
 
     async def shutdown(self) -> None:
         """End the engine and wait until its processes are gone."""

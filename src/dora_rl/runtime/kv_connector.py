@@ -11,6 +11,7 @@ shared and must not be written (only what lies behind them is), and an aborted r
 (they are held until written out).
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
+from dora_rl.pace.law import move_s
 from dora_rl.wire.kv import Bytes, checksum, read_shard
 
 
@@ -129,12 +131,14 @@ class KvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for load in self._get_connector_metadata().loads:
+            began = time.monotonic()
             first, last = load.start // self._block_tokens, -(-load.end // self._block_tokens)
             data = read_shard(load.paths[get_tensor_model_parallel_rank()])
             target = torch.tensor(load.blocks[first:last])
             whole = np.split(data, len(self._layers))
             for layer, part in zip(self._layers, whole, strict=True):
                 layer[target] = _as_blocks(part, layer)[first:last].to(layer.device)
+            _stretch(load.end, began)
 
     def wait_for_save(self) -> None:
         if not self.has_connector_metadata():
@@ -142,7 +146,9 @@ class KvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for save in self._get_connector_metadata().saves:
             paths = self._wanted.pop(save.name, None)
             if paths is not None:
+                began = time.monotonic()
                 self._done[save.name] = self._write(paths[get_tensor_model_parallel_rank()], save)
+                _stretch(save.tokens, began)
             if save.tokens:
                 self._written.add(save.request)
 
@@ -165,6 +171,14 @@ class KvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         with open(path, "wb") as file:
             file.write(data.data)
         return save.tokens, data.size, checksum(data)
+
+
+def _stretch(tokens: int, began: float) -> None:
+    """In paced emulation a move lasts as long as the law says."""
+    from dora_rl.runtime.engine_worker import PACE, PACER
+
+    if PACE is not None:
+        PACER.stretch(move_s(PACE, tokens), began=began)
 
 
 def _as_blocks(part: Bytes, layer: Tensor) -> Tensor:

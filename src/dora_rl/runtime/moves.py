@@ -7,6 +7,7 @@ costs a prefill and nothing else.
 import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from dora_rl.core.messages import Generate
 from dora_rl.core.types import InstanceId, RolloutId
@@ -17,8 +18,12 @@ from dora_rl.wire.kv import KvHandle
 
 
 class Moves:
-    def __init__(self, engines: Mapping[InstanceId, Engine], timeout_s: float) -> None:
-        """`engines` names all that ever were: one whose engine died may still hold KV."""
+    def __init__(self, engines: Mapping[InstanceId, Engine], timeout_s: float, *, one_version: bool = True) -> None:
+        """`engines` names all that ever were: one whose engine died may still hold KV.
+
+        Without `one_version` answers may go on under newer weights with the KV of older ones.
+        """
+        self._one_version = one_version
         self._engines = engines
         self._timeout_s = timeout_s
         self._nodes: dict[InstanceId, str] = {}
@@ -61,6 +66,8 @@ class Moves:
                         await self._engines[source].drop_kv(rollout)
 
     async def _transfer(self, command: Generate, source: InstanceId, handle: KvHandle) -> str:
+        if not self._one_version:
+            handle = replace(handle, version=command.version)
         far = self._nodes.get(command.instance) != handle.node
         data = await self._engines[source].read_kv(command.rollout) if far else None
         return await self._engines[command.instance].receive_kv(command.rollout, handle, data)

@@ -20,6 +20,9 @@ from dora_rl.wire.weights import Manifest, Transport, read_shards
 OWNER_VARIABLE = "DORA_RL_ENGINE_OWNER"
 """Environment variable that tells an engine's process the process id of its instance."""
 
+PACE_VARIABLE = "DORA_RL_PACE"
+"""Environment variable with the law of [pace] as JSON, for an engine that is paced."""
+
 _ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every element size."""
 

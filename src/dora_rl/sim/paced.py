@@ -6,14 +6,14 @@ real engines and a real trainer (runtime/pace.py), so that one can be held again
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import assert_never
 
 from dora_rl.config import Config
 from dora_rl.core import messages as m
-from dora_rl.core.pace import forced_length
 from dora_rl.core.types import GroupId, InstanceDescriptor, InstanceId, RolloutId
+from dora_rl.pace.law import forced_length, move_s, step_s, train_s
 from dora_rl.sim.engine import Agenda
 
 
@@ -50,7 +50,8 @@ class _Job:
 class PacedWorld:
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._pace = config.pace
+        assert config.law is not None, "a paced world needs the law of [pace]"
+        self._pace = config.law
         self._agenda = Agenda()
         self._instances: dict[InstanceId, _Instance] = {}
         self._tokens: dict[GroupId, int] = {}
@@ -102,8 +103,7 @@ class PacedWorld:
                 rewards = tuple(float(i % 2) for i in range(self._config.schedule.group_size))
                 self._agenda.add(m.Scored(at=now, group=group, attempt=attempt, rewards=rewards, digest=""))
             case m.Accumulate(group=group):
-                tokens = self._tokens.pop(group) + pace.prompt_tokens
-                job = _Job(command, tokens * pace.train_token_s / pace.trainer_devices)
+                job = _Job(command, train_s(pace, self._tokens.pop(group)))
                 if pace.early_training:
                     self._compute(job, now)
                 else:
@@ -136,7 +136,7 @@ class PacedWorld:
         kept = self._kept.pop(command.rollout, 0) if command.kept_tokens else 0
         prefix = pace.prompt_tokens + command.generated_tokens
         if kept:
-            stall = resume = pace.move_s + prefix * pace.move_token_s
+            stall = resume = move_s(pace, prefix)
         elif command.generated_tokens or command.group is None or command.group not in instance.prefilled:
             stall = resume = prefix * pace.prefill_token_s
         else:
@@ -144,7 +144,14 @@ class PacedWorld:
         if command.group is not None:
             instance.prefilled.add(command.group)
         instance.at += stall
-        length = forced_length(self._config, command.group or 0, command.member) - command.generated_tokens
+        length = forced_length(
+            pace,
+            seed=self._config.run.seed,
+            prompt=command.group or 0,
+            member=command.member,
+            limit=self._config.rollout.max_completion_tokens,
+        )
+        length -= command.generated_tokens
         instance.running[command.rollout] = _Running(command, instance.steps + length, instance.steps, resume)
         self._expect(command.instance)
 
@@ -156,13 +163,15 @@ class PacedWorld:
             # What the pending end would have told comes now instead; `expect` plans the next one's.
             tokens = min(int(instance.steps - running.began_at_step), self._left(running) - 1)
             prefix = pace.prompt_tokens + running.command.generated_tokens + tokens
-            seconds = pace.move_s + prefix * pace.move_token_s if command.keep else 0.0
+            seconds = move_s(pace, prefix) if command.keep else 0.0
             instance.at += seconds
             if command.keep:
                 self._kept[command.rollout] = prefix
             end = self._generated(running, now + seconds, tokens=tokens, reason="detached")
             running.ends_at_step = float("inf")
-            self._agenda.add(end if not command.keep else _kept(end, prefix, prefix, seconds))
+            if command.keep:
+                end = replace(end, kept_tokens=prefix, kept_bytes=prefix, keep_s=seconds)
+            self._agenda.add(end)
             self._expect(command.instance)
         self._agenda.add(m.Detached(at=now, rollout=command.rollout, attempt=command.attempt))
 
@@ -173,7 +182,7 @@ class PacedWorld:
             instance.at = now
 
     def _step_s(self, instance: _Instance) -> float:
-        return self._pace.decode_step_s + self._pace.decode_answer_s * len(instance.running)
+        return step_s(self._pace, answers=len(instance.running))
 
     def _expect(self, name: InstanceId) -> None:
         """Plan the end of the answer that will be complete first."""
@@ -231,9 +240,3 @@ class PacedWorld:
 
     def _accumulated(self, command: m.Accumulate, at: float) -> m.Accumulated:
         return m.Accumulated(at=at, iteration=command.iteration, attempt=command.attempt, group=command.group)
-
-
-def _kept(event: m.Generated, tokens: int, size: int, seconds: float) -> m.Generated:
-    from dataclasses import replace
-
-    return replace(event, kept_tokens=tokens, kept_bytes=size, keep_s=seconds)

@@ -68,7 +68,18 @@ class RandomWorld:
         event = self._agenda.pop()
         if isinstance(event, m.Generated):
             del self._running[event.rollout, event.attempt]
+        if isinstance(event, m.InstanceLost):
+            event = replace(event, saved=self._saved(event))
         return event
+
+    def _saved(self, event: m.InstanceLost) -> tuple[tuple[RolloutId, int], ...]:
+        """What the instance's answers had reported: a part of what they had. Their ends, already on their way, come
+        too late."""
+        return tuple(
+            (rollout, int(end.num_tokens * self.rng.random() * (event.at - began) / (end.at - began)))
+            for (rollout, _), (_, began, end) in self._running.items()
+            if end.instance == event.instance
+        )
 
     def take(self, command: m.Command, *, now: float) -> None:
         match command:
@@ -78,7 +89,7 @@ class RandomWorld:
             case m.Detach():
                 self._detach(command, now)
             case _:
-                self._agenda.add(self._answer(command, now))
+                self._agenda.add(self.answer(command, now))
 
     def _detach(self, command: m.Detach, now: float) -> None:
         """The segment ends within a moment with the tokens it has by then, unless it ends by itself before."""
@@ -108,7 +119,8 @@ class RandomWorld:
         )
         return m.InstanceJoined(at=at, instance=InstanceId(f"engine-{index}"), descriptor=descriptor)
 
-    def _answer(self, command: m.Command, now: float) -> m.Event:
+    def answer(self, command: m.Command, now: float) -> m.Event:
+        """The event that answers a command about which nothing can change once it was given."""
         config = self.config
         match command:
             case m.Load(instance=instance, version=version):

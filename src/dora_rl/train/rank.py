@@ -16,6 +16,8 @@ from torch import Tensor
 
 from dora_rl.config import Config
 from dora_rl.core.types import Version
+from dora_rl.pace.clock import Pacer
+from dora_rl.pace.law import train_s
 from dora_rl.train.trainer import StepReport, Trainer
 from dora_rl.wire.rollouts import Trajectory
 from dora_rl.wire.weights import Manifest, Transport, prune, save_version, write_version
@@ -63,6 +65,10 @@ class TrainerRank:
     ) -> None:
         self._trainer = Trainer(config, model_dir)
         self._keep = config.audit.keep_versions
+        self._pace = config.pace
+        self._pacer = Pacer()
+        self._held: list[tuple[int, Sequence[Trajectory], int]] = []
+        """Groups of the open batch, in a paced run whose trainer computes only full batches."""
         self._weights_dir = weights_dir
         self._export_dir = export_dir
         self._transport = transport
@@ -71,13 +77,30 @@ class TrainerRank:
         self._saving: tuple[Future[None], Manifest, Mapping[str, Tensor]] | None = None
 
     def accumulate(self, iteration: int, attempt: int, group: Sequence[Trajectory], trained_version: int) -> None:
+        if self._pace is not None and not self._pace.early_training:
+            self._held.append((attempt, group, trained_version))
+            return
         with self._clock.running():
-            self._trainer.accumulate(iteration + 1, attempt, group, trained_version)
+            self._compute(iteration, attempt, group, trained_version)
+
+    def _compute(self, iteration: int, attempt: int, group: Sequence[Trajectory], trained_version: int) -> None:
+        began = time.monotonic()
+        self._trainer.accumulate(iteration + 1, attempt, group, trained_version)
+        if self._pace is not None:
+            tokens = sum(len(member.completion_token_ids) for member in group)
+            self._pacer.stretch(train_s(self._pace, tokens), began=began)
 
     def step(self, iteration: int, attempt: int) -> StepReport:
         """`busy_s` of the report is everything since the last one: gradients, step and publication."""
         with self._clock.running():
+            held, self._held = self._held, []
+            for of_attempt, group, trained_version in held:
+                if of_attempt == attempt:
+                    self._compute(iteration, attempt, group, trained_version)
+            began = time.monotonic()
             report = self._trainer.step(iteration + 1, attempt)
+            if self._pace is not None:
+                self._pacer.stretch(self._pace.step_s, began=began)
         return replace(report, busy_s=self._clock.take())
 
     def publish(self, version: Version, parent: Version | None) -> Manifest:
@@ -88,9 +111,16 @@ class TrainerRank:
         with self._clock.running():
             self._await_save()
             tensors = self._trainer.state_tensors()
+            began = time.monotonic()
             manifest = write_version(self._transport, version, parent, tensors, self._trainer.canary())
+            if self._pace is not None:
+                time.sleep(max(0.0, self._pace.publish_s - (time.monotonic() - began)))
         self._saving = self._saver.submit(self._save, manifest, tensors), manifest, tensors
         return manifest
+
+    def pace_report(self) -> tuple[int, int]:
+        """Paced groups and steps so far, and how many took longer than the law says."""
+        return self._pacer.pieces, self._pacer.overruns
 
     def export(self) -> None:
         self._await_save()
