@@ -1,4 +1,4 @@
-"""`dora-rl bench migration`: when does the first token come after a move, with the KV carried and with it computed again?
+"""`dora-rl bench migration`: when the first token comes after a move, with the KV carried or the prefix computed again.
 
 Two real engines on one machine. An answer runs on the first until its prefix has the wanted length, is detached, handed
 over and continued on the second; beside it the same length continues there without KV. Medians over fresh prefixes.
