@@ -349,6 +349,13 @@ class Config(Section):
         return self.pace if self.pace is None or "C1" in self.schedule.promises else _in_place(self.pace)
 
     @property
+    def trainer_devices(self) -> int:
+        """Devices of the trainer that are not instances' too."""
+        if self.schedule.placement == "colocated":
+            return 0
+        return self.train.ranks if self.pace is None else self.pace.trainer_devices
+
+    @property
     def max_model_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 

@@ -71,6 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     migration.add_argument("config", type=Path, nargs="?", metavar="CONFIG.toml", help="model and engine settings")
     migration.add_argument("--json", action="store_true", help="print the figures as JSON")
     migration.set_defaults(run=_bench_migration)
+    strategies = bench.add_parser("strategies", help="all strategies under one law of durations")
+    strategies.add_argument(
+        "config", type=Path, metavar="CONFIG.toml", help="with a [pace] section: examples/paced.toml"
+    )
+    strategies.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="also measure with real engines, in this folder"
+    )
+    strategies.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each (default: 3)")
+    strategies.add_argument("--only", nargs="*", default=[], metavar="NAME", help="these contenders only")
+    strategies.add_argument("--json", action="store_true", help="print rows and sweep as JSON")
+    strategies.set_defaults(run=_bench_strategies)
     return parser
 
 
@@ -127,6 +138,22 @@ def _bench_migration(arguments: argparse.Namespace) -> int:
 
     points = bench_migration(load_config(arguments.config) if arguments.config else None)
     print(json.dumps(to_json(points)) if arguments.json else to_text(points))
+    return 0
+
+
+def _bench_strategies(arguments: argparse.Namespace) -> int:
+    from dora_rl.bench.strategies import bench_strategies
+
+    say = (lambda text: print(text, file=sys.stderr, flush=True)) if arguments.json else _say
+    result = bench_strategies(
+        load_config(arguments.config),
+        folder=arguments.run_dir,
+        repeats=arguments.repeats,
+        only=arguments.only,
+        say=say,
+    )
+    if arguments.json:
+        print(json.dumps(result))
     return 0
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import ray
 
+from dora_rl.cli.pacing import report_pace
 from dora_rl.cli.recorder import Print, Recorder, TimedOrchestrator
 from dora_rl.cli.throughput import measure_floor
 from dora_rl.config import Config, ConfigError, dump_config
@@ -186,6 +187,8 @@ async def train(run: Prepared, out: Print) -> int:
             if core.state.stopped is not None:
                 raise RemoteError(core.state.stopped)
             recorder.finish("interrupted" if core.state.interrupted else "finished")
+            if config.pace is not None:
+                await report_pace(run.folder.path, others.engines.values(), others.trainer, out)
             if config.run.measure_floor and not core.state.interrupted:
                 try:
                     await measure_floor(run.folder, config, others.engines.values(), others.trainer, out)

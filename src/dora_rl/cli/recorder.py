@@ -56,7 +56,7 @@ class Recorder:
         self._core = core
         self._out = out
         self._began = time.monotonic()
-        self._timeline = Timeline(trainer_devices=config.train.ranks)
+        self._timeline = Timeline(trainer_devices=config.trainer_devices)
         self._iteration_s: list[float] = []
         self._largest_canary: float | None = None
         self._fallbacks: Counter[str] = Counter()

@@ -206,6 +206,10 @@ class RemoteTrainer:
     async def export(self) -> None:
         await call(self._actor.export.remote(), "the trainer")
 
+    async def pace_report(self) -> tuple[int, int]:
+        report: tuple[int, int] = await call(self._actor.pace_report.remote(), "the trainer")
+        return report
+
     async def measure_rate(self, groups: Sequence[Sequence[Trajectory]]) -> float:
         rate: float = await call(self._actor.measure_rate.remote(groups), "the trainer")
         return rate

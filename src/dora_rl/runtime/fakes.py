@@ -176,6 +176,9 @@ class FakeTrainer:
     async def export(self) -> None:
         self.exported = True
 
+    async def pace_report(self) -> tuple[int, int]:
+        return 0, 0
+
     async def measure_rate(self, groups: Sequence[Sequence[Trajectory]]) -> float:
         return 1000.0
 

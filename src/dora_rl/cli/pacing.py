@@ -1,0 +1,22 @@
+"""Whether a paced run was what it claims to be: how many of its pieces of work took longer than the law says."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from dora_rl.cli.recorder import Print
+from dora_rl.runtime.ports import Engine, Trainer
+
+ALLOWED = 0.01
+"""Share of overrunning pieces above which a run says more of this machine than of the law."""
+
+
+async def report_pace(folder: Path, engines: Collection[Engine], trainer: Trainer, out: Print) -> None:
+    """Write `pace.json` and say so when the run is invalid."""
+    reports = [await worker.pace_report() for worker in (*engines, trainer)]
+    pieces, overruns = (sum(column) for column in zip(*reports, strict=True))
+    share = overruns / max(1, pieces)
+    facts = {"pieces": pieces, "overruns": overruns, "share": share, "valid": share <= ALLOWED}
+    (folder / "pace.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    verdict = "" if facts["valid"] else f"; more than {ALLOWED:.0%}, so its times are this machine's and INVALID"
+    out(f"  {'pace':<17} {overruns} of {pieces} paced pieces of work overran ({share:.2%}){verdict}")
