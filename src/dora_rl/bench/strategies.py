@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from dora_rl.config import Config, ConfigError, dump_config
+from dora_rl.config import Config, ConfigError, PaceConfig, dump_config
 from dora_rl.core import messages as m
 from dora_rl.core.orchestrator import Orchestrator
 from dora_rl.obs.folder import RunFolder
@@ -248,7 +248,7 @@ def _text(row: Row) -> str:
     return text if row.overruns is None else f"{text}, {row.overruns:.1%} overrun"
 
 
-def _law(config: Config) -> Any:
+def _law(config: Config) -> PaceConfig:
     if config.pace is None:
         raise ConfigError("bench strategies needs the law of durations: give a configuration with a [pace] section")
     return config.pace

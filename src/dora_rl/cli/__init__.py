@@ -72,12 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     migration.add_argument("--json", action="store_true", help="print the figures as JSON")
     migration.set_defaults(run=_bench_migration)
     strategies = bench.add_parser("strategies", help="all strategies under one law of durations")
-    strategies.add_argument(
-        "config", type=Path, metavar="CONFIG.toml", help="with a [pace] section: examples/paced.toml"
-    )
-    strategies.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="also measure with real engines, in this folder"
-    )
+    strategies.add_argument("config", type=Path, metavar="CONFIG.toml", help="with a [pace] section")
+    strategies.add_argument("--run-dir", type=Path, metavar="DIR", help="also measure with real engines, here")
     strategies.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each (default: 3)")
     strategies.add_argument("--only", nargs="*", default=[], metavar="NAME", help="these contenders only")
     strategies.add_argument("--json", action="store_true", help="print rows and sweep as JSON")

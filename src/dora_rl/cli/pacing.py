@@ -13,7 +13,7 @@ ALLOWED = 0.01
 
 async def report_pace(folder: Path, engines: Collection[Engine], trainer: Trainer, out: Print) -> None:
     """Write `pace.json` and say so when the run is invalid."""
-    reports = [await worker.pace_report() for worker in (*engines, trainer)]
+    reports = [*[await engine.pace_report() for engine in engines], await trainer.pace_report()]
     pieces, overruns = (sum(column) for column in zip(*reports, strict=True))
     share = overruns / max(1, pieces)
     facts = {"pieces": pieces, "overruns": overruns, "share": share, "valid": share <= ALLOWED}
