@@ -1,0 +1,42 @@
+"""What a run has seen of moves and prefills decides how the next answer is moved."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dora_rl.core.costs import Costs, Line
+
+
+@given(fixed=st.floats(0, 5), slope=st.floats(0, 0.1), lengths=st.lists(st.integers(1, 5000), min_size=2, unique=True))
+def test_a_line_is_found_again_from_its_points(fixed: float, slope: float, lengths: list[int]) -> None:
+    line = Line()
+    for length in lengths:
+        line.observe(length, fixed + slope * length)
+    assert line.at(1000) == pytest.approx(fixed + slope * 1000, rel=1e-3, abs=1e-3)
+
+
+def test_nothing_is_known_before_the_first_observation_and_both_ways_are_tried() -> None:
+    costs = Costs(moving=Line(), computing=Line())
+    assert costs.moving.at(100) is None
+    assert costs.keep_pays(100)
+    assert costs.of_move(100) == 0.0
+
+
+def test_short_prefixes_are_computed_again_and_long_ones_are_moved() -> None:
+    costs = Costs(moving=Line(), computing=Line())
+    for tokens in (50, 200, 800):
+        costs.moving.observe(tokens, 0.1 + 0.0001 * tokens)
+        costs.computing.observe(tokens, 0.001 * tokens)
+    assert not costs.keep_pays(100)
+    assert costs.keep_pays(120)
+    assert costs.of_move(50) == pytest.approx(0.05)
+    assert costs.of_move(1000) == pytest.approx(0.2)
+
+
+def test_what_a_busy_machine_did_yesterday_is_forgotten() -> None:
+    line = Line()
+    for _ in range(50):
+        line.observe(100, 5.0)
+    for _ in range(500):
+        line.observe(100, 1.0)
+    assert line.at(100) == pytest.approx(1.0, abs=0.01)
