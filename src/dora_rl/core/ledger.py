@@ -105,7 +105,7 @@ def take(state: State, rollout: Rollout) -> None:
 
 def run(state: State, rollout: Rollout, instance: Instance) -> None:
     """A segment of the answer starts on an instance."""
-    rollout.instance, rollout.started = instance.id, state.now
+    rollout.instance, rollout.started, rollout.stays = instance.id, state.now, False
     instance.running[rollout.id] = None
     forget_kept(state, rollout)
     if rollout.group is not None:
@@ -132,6 +132,12 @@ def detach(state: State, rollout: Rollout) -> None:
     """Its instance was told to end its segment; room is kept for it where its version is served."""
     rollout.detaching = True
     state.leaving[rollout.version] += 1
+
+
+def stay(state: State, rollout: Rollout) -> None:
+    """Its instance could not be told: the segment goes on to its own end."""
+    rollout.detaching, rollout.stays = False, True
+    state.leaving[rollout.version] -= 1
 
 
 def keep(state: State, rollout: Rollout, event: Generated) -> None:

@@ -220,8 +220,7 @@ class Orchestrator:
         """The instance was told, or could not be: then the segment goes on to its own end."""
         rollout = self.state.rollouts.get(event.rollout)
         if event.error is not None and rollout is not None and rollout.attempt == event.attempt and rollout.detaching:
-            rollout.detaching = False
-            self.state.leaving[rollout.version] -= 1
+            ledger.stay(self.state, rollout)
 
     def _finish(self, rollout: Rollout, reason: FinishReason) -> None:
         state = self.state

@@ -59,7 +59,7 @@ class Planner:
             self._switch()
             self._serve()
         self._admit()
-        if (state.switching or state.draining) and state.waiting:  # what one gives up, another may take
+        if state.waiting:  # what one gives up, another may take
             for instance in state.instances.values():
                 self._fill(instance)
         if isinstance(event, m.Stepped | m.Published | m.Loaded | m.Evaluated):

@@ -166,7 +166,7 @@ def choose_moves(state: State, instance: Instance) -> list[Rollout]:
     if instance.loading is not None or instance.version is None:
         return []
     running = [state.rollouts[r] for r in instance.running]
-    running = [rollout for rollout in running if not rollout.detaching]
+    running = [rollout for rollout in running if not rollout.detaching and not rollout.stays]
     if not running:
         return []
     version = instance.version
@@ -194,7 +194,7 @@ def is_pressed(state: State, instance: Instance) -> bool:
 def choose_relief(state: State, instance: Instance) -> list[Rollout]:
     """The answers that a pressed instance gives up: the youngest, whose KV is cheapest to move, but never its last."""
     running = [state.rollouts[r] for r in instance.running]
-    running = sorted((r for r in running if not r.detaching), key=lambda r: (-r.started, -r.id))
+    running = sorted((r for r in running if not r.detaching and not r.stays), key=lambda r: (-r.started, -r.id))
     excess = instance.kv_tokens - (state.kv_pressure * instance.descriptor.kv_capacity_tokens)
     excess += state.kv_tokens_per_answer  # room for one to grow
     share = instance.kv_tokens / max(1, len(instance.running))

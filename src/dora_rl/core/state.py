@@ -44,6 +44,8 @@ class Rollout:
     started: float = 0.0
     """When its running segment was given out."""
     detaching: bool = False
+    stays: bool = False
+    """Its instance could not be told to end this segment: it runs to its own end."""
     kept_tokens: int = 0
     """Tokens whose KV was kept when its last segment was detached."""
     kept_bytes: int = 0
