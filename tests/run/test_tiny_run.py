@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -79,13 +80,27 @@ def started(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     process.wait(30)
 
 
-def test_a_killed_engine_ends_the_run_with_its_cause_and_leaves_no_process(started: "subprocess.Popen[str]") -> None:
+def wait_for(condition: Callable[[], bool], within_s: float = 90.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.1)
+
+
+def test_the_answers_of_a_killed_engine_are_finished_by_the_other_and_without_any_the_run_ends_with_its_cause(
+    started: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
     family = psutil.Process(started.pid).children(recursive=True)
-    engine = next(process for process in family if "EngineCore" in " ".join(process.cmdline()))
-    engine.kill()
+    first, second = (process for process in family if "EngineCore" in " ".join(process.cmdline()))
+    first.kill()
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    lines = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= lines + 2)
+    second.kill()
     _, errors = started.communicate(timeout=90)
     assert started.returncode == 1, errors
-    assert "dora-rl: the run failed: instance engine-" in errors
+    assert "and no other is left" in errors
+    assert audit_run(tmp_path / "killed").problems == []
     _, alive = psutil.wait_procs(family, timeout=30)
     assert alive == []
 
