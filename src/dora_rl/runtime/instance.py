@@ -50,10 +50,11 @@ class _Answer:
     first_token_s: float = 0.0
     cached_tokens: int = 0
     """Prefix tokens that were there already when it was scheduled: in the prefix cache, or loaded."""
-    in_engine: bool = False
     told_at: float = 0.0
     """When it was asked to end; 0: it was not."""
     keep: KeptKv | None = None
+    received: "_Received | None" = None
+    """KV of its prefix, held until the engine has loaded it."""
 
     @property
     def engine_id(self) -> str:
@@ -63,6 +64,8 @@ class _Answer:
         if not self.token_ids:
             self.first_token_s = time.monotonic() - self.began
             self.cached_tokens = output.num_cached_tokens or 0
+            if self.received is not None:
+                self.received.memory.close()  # loaded, if it ever is
         (new,) = output.outputs
         for token, at_position in zip(new.token_ids, new.logprobs or (), strict=True):
             self.token_ids.append(token)
@@ -181,18 +184,15 @@ class Instance:
         """
         engine = self._running_engine()
         self._check(request)
-        answer = self._answers[request.rollout] = _Answer(request)
-        received = self._received.pop(request.rollout, None)
+        answer = self._answers[request.rollout] = _Answer(request, received=self._received.pop(request.rollout, None))
         try:
-            if not answer.told_at:
-                answer.in_engine = True
-                await self._follow(engine, answer, _sampling(request, answer.engine_id, received))
+            await self._follow(engine, answer)
             kept = await self._collect(engine, answer) if answer.keep is not None else None
         finally:
             del self._answers[request.rollout]
-            if received is not None:
-                received.memory.close()
-        return _result(answer, received, kept)
+            if answer.received is not None:
+                answer.received.memory.close()
+        return _result(answer, kept)
 
     async def partials(self) -> list[Partial]:
         """What the unfinished answers have sampled since the last call; answers without news are left out.
@@ -230,15 +230,12 @@ class Instance:
         answer = self._answers.get(rollout)
         if answer is None or answer.request.attempt != attempt or answer.told_at:
             return
-        answer.told_at = time.monotonic()
-        if not answer.in_engine:
-            answer.finish_reason = "abort"
-            return
-        engine = self._running_engine()
+        engine, answer.told_at = self._running_engine(), time.monotonic()
         if keep:
             answer.keep = KeptKv.empty(answer.engine_id, self._rollout.tensor_parallel)
             # Known to the engine before the abort: both come to it in order.
             await engine.collective_rpc("keep_kv", args=(answer.engine_id, answer.keep.paths))
+        # It is known to the engine by now: between its entry in the table and in the engine nothing awaits.
         await engine.abort(answer.engine_id)
 
     async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: Sequence[Bytes] | None) -> str:
@@ -255,6 +252,8 @@ class Instance:
             return (
                 str(error) or f"KV was not verified within rollout.move_timeout_s = {self._rollout.move_timeout_s:g} s"
             )
+        if (older := self._received.pop(rollout, None)) is not None:
+            older.memory.close()
         self._received[rollout] = _Received(handle, memory, time.monotonic() - began)
         return ""
 
@@ -331,7 +330,7 @@ class Instance:
                 f"1 to {limit - given} are left of rollout.max_prompt_tokens + rollout.max_completion_tokens = {limit}"
             )
 
-    async def _follow(self, engine: "AsyncLLM", answer: _Answer, sampling: "SamplingParams") -> None:
+    async def _follow(self, engine: "AsyncLLM", answer: _Answer) -> None:
         """Take in an answer's tokens until it ends. Raises RemoteError when it stands still or the engine fails."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -341,7 +340,7 @@ class Instance:
         clock = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(patience) as deadline:
-                async for output in engine.generate(prompt, sampling, answer.engine_id):
+                async for output in engine.generate(prompt, _sampling(answer), answer.engine_id):
                     if not answer.token_ids:
                         self.prefix_tokens_shared += output.num_cached_tokens or 0
                     answer.take(output)
@@ -407,8 +406,8 @@ class Instance:
         return max(abs(a - b) for a, b in zip(ours, canary.logprobs, strict=True))
 
 
-def _result(answer: _Answer, received: _Received | None, kept: KvHandle | None) -> GenerateResult:
-    request = answer.request
+def _result(answer: _Answer, kept: KvHandle | None) -> GenerateResult:
+    request, received = answer.request, answer.received
     prefix = len(request.prompt_token_ids) + len(request.completion_token_ids)
     continued = bool(request.completion_token_ids and answer.token_ids)
     return GenerateResult(
@@ -426,9 +425,11 @@ def _result(answer: _Answer, received: _Received | None, kept: KvHandle | None) 
     )
 
 
-def _sampling(request: GenerateRequest, name: str, received: _Received | None) -> "SamplingParams":
+def _sampling(answer: _Answer) -> "SamplingParams":
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    request = answer.request
+    transfer = {"name": answer.engine_id} | (answer.received.parameters(request) if answer.received else {})
     return SamplingParams(
         temperature=0.0 if request.greedy else request.temperature,
         max_tokens=request.max_tokens,
@@ -438,7 +439,7 @@ def _sampling(request: GenerateRequest, name: str, received: _Received | None) -
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
         # vLLM gives requests ids of its own; the connector knows them by this name.
-        extra_args={"kv_transfer_params": {"name": name} | (received.parameters(request) if received else {})},
+        extra_args={"kv_transfer_params": transfer},
     )
 
 
