@@ -82,13 +82,12 @@ class _Received:
     seconds: float
     """That it took to receive it."""
 
-    def parameters(self, request: GenerateRequest) -> dict[str, Any]:
-        """For the connector; empty when it is not the KV of this prefix."""
+    def tokens_of(self, request: GenerateRequest) -> int:
+        """How many tokens of this request's prefix it holds; 0 when it is another answer's."""
         prefix = (*request.prompt_token_ids, *request.completion_token_ids)
         common = min(len(prefix), len(self.handle.token_ids))
-        if self.handle.version != request.version or prefix[:common] != self.handle.token_ids[:common]:
-            return {}
-        return {"load": {"paths": self.memory.paths, "tokens": common}}
+        mine = self.handle.version == request.version and prefix[:common] == self.handle.token_ids[:common]
+        return common if mine else 0
 
 
 class Instance:
@@ -417,7 +416,7 @@ def _result(answer: _Answer, kept: KvHandle | None) -> GenerateResult:
         token_ids=tuple(answer.token_ids),
         logprobs=tuple(answer.logprobs),
         finish_reason=_FINISH_REASONS[answer.finish_reason or ""],  # type: ignore[arg-type]
-        loaded_tokens=min(len(received.handle.token_ids), prefix - 1) if continued and received else 0,
+        loaded_tokens=min(received.tokens_of(request), prefix - 1) if continued and received else 0,
         recomputed_tokens=prefix - answer.cached_tokens - 1 if continued else 0,
         resume_s=answer.first_token_s + (received.seconds if received else 0.0) if continued else 0.0,
         kept=kept,
@@ -429,7 +428,9 @@ def _sampling(answer: _Answer) -> "SamplingParams":
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     request = answer.request
-    transfer = {"name": answer.engine_id} | (answer.received.parameters(request) if answer.received else {})
+    transfer: dict[str, Any] = {"name": answer.engine_id}
+    if answer.received is not None and (tokens := answer.received.tokens_of(request)):
+        transfer["load"] = {"paths": answer.received.memory.paths, "tokens": tokens}
     return SamplingParams(
         temperature=0.0 if request.greedy else request.temperature,
         max_tokens=request.max_tokens,
