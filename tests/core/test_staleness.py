@@ -83,11 +83,15 @@ def draw_run(seed: int, *, strategy: str = "dora", **schedule: object) -> tuple[
         legacy_fill_versions=rng.randrange(3),
         **schedule,
     )
-    instances = rng.randint(1, 4)
+    overcommit = rng.choice([1.0, 1.0, 3.0])
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"kv_overcommit": overcommit})})
+    instances, slots = rng.randint(1, 4), rng.randint(1, 12)
     world = WorldConfig(
         seed=seed,
         instances=instances,
-        slots=rng.randint(1, 12),
+        slots=slots,
+        kv_capacity_tokens=max(config.max_model_tokens, int(slots * config.max_model_tokens / overcommit)),
+        reports=rng.choice([0.0, 0.2]),
         prompts=rng.choice([None, None, rng.randint(1, 60)]),
         evaluation_answers=rng.choice([0, rng.randint(1, 20)]),
         answer_s=rng.choice([1.0, 10.0, 40.0]),

@@ -1,48 +1,43 @@
-"""`make accept STEP=1`: shows every line of what step 1 must show, on real runs, and writes each line's figures.
+"""`make accept STEP=n`: shows every line of what step n must show, on real runs, and writes each line's figures.
 
-One JSON file a line under docs/results/step-1/, with commit and machine. `--only NAME` measures some lines again from
-the runs that lie in runs/accept-1/. Every limit stands beside the figure that it judges.
+One JSON file a line under docs/results/step-n/, with commit and machine. `--only NAME` measures some lines again, from
+runs of earlier lines in runs/accept-n/ where it needs them. Every limit stands beside the figure that it judges.
 """
 
 import argparse
 import json
-import os
-import platform
-import re
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from dora_rl.bench import evidence
-from dora_rl.bench.plot import plot_runs
-from dora_rl.obs.folder import RunFolder
+from dora_rl.bench import step1, step2
+from dora_rl.bench.means import Lines, judged, machine, output_of
 
-WORK = Path("runs/accept-1")
 RESULTS = Path("docs/results")
-SEEDS = (0, 1)
-Figures = dict[str, Any]
-Line = tuple[Callable[[], Figures], str]
+STEPS: dict[int, Lines] = {1: step1.LINES, 2: step2.LINES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make accept", description=__doc__)
-    parser.add_argument("--step", type=int, required=True, choices=(1,))
-    parser.add_argument("--only", nargs="*", metavar="NAME", choices=sorted(LINES), help="these lines only")
+    parser.add_argument("--step", type=int, required=True, choices=sorted(STEPS))
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="these lines only")
     arguments = parser.parse_args(argv)
-    names = arguments.only or list(LINES)
-    failed = [name for name in names if not _show(name)]
+    lines = STEPS[arguments.step]
+    names = arguments.only or list(lines)
+    unknown = [name for name in names if name not in lines]
+    if unknown:
+        parser.error(f"step {arguments.step} has no line {unknown[0]!r}, only {', '.join(lines)}")
+    failed = [name for name in names if not _show(arguments.step, name)]
     print(
         f"\n{len(names) - len(failed)} of {len(names)} lines shown" + (f"; not: {', '.join(failed)}" if failed else "")
     )
     return 1 if failed else 0
 
 
-def _show(name: str) -> bool:
-    measure, sentence = LINES[name]
+def _show(step: int, name: str) -> bool:
+    measure, sentence = STEPS[step][name]
     print(f"\n== {name}: {sentence}", flush=True)
     began = time.monotonic()
     try:
@@ -54,12 +49,12 @@ def _show(name: str) -> bool:
     record = {
         "line": sentence,
         "passed": passed,
-        "commit": _output("git", "rev-parse", "HEAD"),
-        "machine": _machine(),
+        "commit": output_of("git", "rev-parse", "HEAD"),
+        "machine": machine(),
         "seconds": round(time.monotonic() - began, 1),
         **figures,
     }
-    folder = RESULTS / "step-1"
+    folder = RESULTS / f"step-{step}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     for check in figures["checks"]:
@@ -68,258 +63,6 @@ def _show(name: str) -> bool:
             flush=True,
         )
     return passed
-
-
-def judged(what: str, figure: float, limit: str, *, passed: bool) -> Figures:
-    return {"what": what, "figure": float(f"{figure:.5g}"), "limit": limit, "passed": passed}
-
-
-# --- the lines ---------------------------------------------------------------------------------------------------
-
-
-def demo() -> Figures:
-    """A fresh clone, `make demo`, and the same run with another seed."""
-    clone = WORK / "clone"
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir(parents=True)
-    _run("git", "clone", "--quiet", ".", str(clone))
-    began = time.monotonic()
-    _run("make", "demo", cwd=clone, env=_fresh_environment())
-    minutes = (time.monotonic() - began) / 60
-    (made,) = (clone / "runs").iterdir()
-    made.rename(_demo_run(0))
-    for seed in SEEDS[1:]:
-        _train(_demo_run(seed), f"run.seed={seed}")
-    checks = [judged("minutes from clone to the end of the demo", minutes, "at most 20", passed=minutes <= 20)]
-    for seed in SEEDS:
-        gain = evidence.held_out_gain(_demo_run(seed), "sampled")
-        first, last = evidence.training_reward(_demo_run(seed))
-        checks += [
-            judged(f"seed {seed}: held-out prompts", gain.prompts, "at least 200", passed=gain.prompts >= 200),
-            judged(
-                f"seed {seed}: sampled paired difference in standard errors",
-                gain.mean / gain.stderr,
-                "at least 3",
-                passed=gain.mean >= 3 * gain.stderr,
-            ),
-            judged(
-                f"seed {seed}: training reward, last third minus first",
-                last - first,
-                "at least 0.10",
-                passed=last - first >= 0.10,
-            ),
-        ]
-    _keep_demo()
-    return {"checks": checks, "runs": {f"seed {seed}": evidence.scores(_demo_run(seed)) for seed in SEEDS}}
-
-
-def schedule() -> Figures:
-    checks = []
-    for seed in SEEDS:
-        overlap = evidence.overlapping_share(_demo_run(seed))
-        fresh = evidence.fresh_share(_demo_run(seed))
-        tail = evidence.tail_ratio(_demo_run(seed))
-        checks += [
-            judged(
-                f"seed {seed}: iterations after 2K with two versions running at once",
-                overlap,
-                "at least 0.5",
-                passed=overlap >= 0.5,
-            ),
-            judged(f"seed {seed}: groups trained at a staleness below K", fresh, "at least 0.2", passed=fresh >= 0.2),
-            judged(f"seed {seed}: 99th percentile of answer length / median", tail, "at least 4", passed=tail >= 4),
-        ]
-    sleeps = evidence.sleeps(Path("src/dora_rl"))
-    waits = [place for place in sleeps if place not in evidence.HARMLESS_SLEEPS]
-    checks.append(judged("calls that sleep where work is scheduled or done", len(waits), "0", passed=not waits))
-    return {"checks": checks, "sleeps": sleeps}
-
-
-def recompute() -> Figures:
-    checks, reports = [], {}
-    for seed in SEEDS:
-        report = evidence.audit(_demo_run(seed), 32)
-        reports[f"seed {seed}"] = report
-        own = max(one["own_max_diff"] for one in report["recomputed"])
-        contrast = evidence.contrast(report)
-        others = {version for one in report["recomputed"] for version in one["others"]}
-        checks += [
-            judged(
-                f"seed {seed}: verdict", float(report["verdict"] == "pass"), "1", passed=report["verdict"] == "pass"
-            ),
-            judged(
-                f"seed {seed}: trajectories", len(report["recomputed"]), "32", passed=len(report["recomputed"]) == 32
-            ),
-            judged(f"seed {seed}: largest difference under the own version", own, "at most 1e-3", passed=own <= 1e-3),
-            judged(
-                f"seed {seed}: smallest mean difference under another version / own",
-                contrast,
-                "at least 10",
-                passed=contrast >= 10,
-            ),
-            judged(f"seed {seed}: other versions", len(others), "at least 2", passed=len(others) >= 2),
-        ]
-    return {"checks": checks, "reports": reports}
-
-
-def tampering() -> Figures:
-    found = evidence.tamper(_demo_run(0), WORK / "tampered")
-    checks = [judged(f"{what}: found, named, exit status 1", float(seen), "1", passed=seen) for what, seen, _ in found]
-    return {"checks": checks, "problems": {what: problems for what, _, problems in found}}
-
-
-def sync() -> Figures:
-    run = _train(
-        WORK / "sync", 'schedule.strategy="sync"', "run.iterations=3", "eval.prompts=0", "run.measure_floor=false"
-    )
-    worst = max(line["staleness/max"] for line in RunFolder(run).read_metrics())
-    passed, count = _pytest("tests/core/test_staleness.py", "-k", "exactly_the_commands")
-    return {
-        "checks": [
-            judged("largest staleness of a synchronous run", worst, "0", passed=worst == 0),
-            judged(
-                "dora with K = 0 and sync on 500 random workloads: tests passed",
-                count,
-                "1",
-                passed=passed and count == 1,
-            ),
-        ]
-    }
-
-
-def on_policy() -> Figures:
-    run = _train(
-        WORK / "k0",
-        "schedule.max_staleness_versions=0",
-        "run.iterations=3",
-        "eval.prompts=0",
-        "run.measure_floor=false",
-    )
-    deviations = [line["policy/first_ratio_max_deviation"] for line in RunFolder(run).read_metrics()]
-    worst = max(deviations)
-    return {
-        "checks": [judged("policy/first_ratio_max_deviation, largest", worst, "at most 1e-3", passed=worst <= 1e-3)],
-        "by_iteration": deviations,
-    }
-
-
-def gradient() -> Figures:
-    differences = evidence.gradient_differences(_demo_run(0))
-    return {
-        "checks": [
-            judged(f"gradient, {name}: relative difference", value, "at most 1e-5", passed=value <= 1e-5)
-            for name, value in differences.items()
-        ]
-    }
-
-
-def throughput() -> Figures:
-    checks, floors = [], {}
-    for seed in SEEDS:
-        floor = json.loads((_demo_run(seed) / "floor.json").read_text(encoding="utf-8"))
-        floors[f"seed {seed}"] = floor
-        checks.append(
-            judged(
-                f"seed {seed}: share of the floor's throughput",
-                floor["share"],
-                "at least 0.6",
-                passed=floor["share"] >= 0.6,
-            )
-        )
-    return {"checks": checks, "floors": floors}
-
-
-def core() -> Figures:
-    from dora_rl.bench.core import bench_core
-
-    result = bench_core(_demo_run(0))
-    rate = result.events_per_s
-    return {
-        "checks": [judged("events per second", rate, "at least 32000", passed=rate >= 32000)],
-        "bench": result.to_json(),
-    }
-
-
-def tests() -> Figures:
-    began = time.monotonic()
-    output = _output("make", "test")
-    test_minutes = (time.monotonic() - began) / 60
-    began = time.monotonic()
-    _run("make", "check")  # its caches are warm by now
-    check_s = time.monotonic() - began
-    skipped = output.count(" skipped")
-    return {
-        "checks": [
-            judged("make test, minutes", test_minutes, "at most 12", passed=test_minutes <= 12),
-            judged("make check, seconds with warm caches", check_s, "at most 60", passed=check_s <= 60),
-            judged("test runs that skipped something", skipped, "0", passed=skipped == 0),
-        ],
-        "output": output.splitlines()[-12:],
-    }
-
-
-LINES: dict[str, Line] = {
-    "tests": (tests, "the tests are quick and none is skipped"),
-    "demo": (demo, "a real model learns within 20 minutes of a fresh clone, for two seeds"),
-    "schedule": (schedule, "several versions run at once, staleness stays below K for many, answers have a heavy tail"),
-    "recompute": (recompute, "recorded log-probabilities belong to the stamped version and to no other"),
-    "tampering": (tampering, "every change of a run's records is found and named"),
-    "sync": (sync, "the synchronous strategy is never stale, and dora with K = 0 is the synchronous strategy"),
-    "on_policy": (on_policy, "with K = 0 the importance ratio starts at 1"),
-    "gradient": (gradient, "the gradient depends neither on order, nor on micro-batches, nor on prefix sharing"),
-    "throughput": (throughput, "iterations run at 60 % or more of what the machine can do"),
-    "core": (core, "the scheduler handles 32,000 events a second"),
-}
-
-# --- means -------------------------------------------------------------------------------------------------------
-
-
-def _demo_run(seed: int) -> Path:
-    return WORK / f"quickstart-seed-{seed}"
-
-
-def _train(folder: Path, *settings: str) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    sets = [part for setting in settings for part in ("--set", setting)]
-    _run(sys.executable, "-m", "dora_rl.cli", "train", "examples/quickstart.toml", "--run-dir", str(folder), *sets)
-    return folder
-
-
-def _keep_demo() -> None:
-    """Config, metrics and the picture of both runs, to look at without running anything."""
-    folder = RESULTS / "quickstart"
-    folder.mkdir(parents=True, exist_ok=True)
-    for seed in SEEDS:
-        run = RunFolder(_demo_run(seed))
-        for file in (run.config, run.metrics, run.eval):
-            shutil.copyfile(file, folder / f"seed-{seed}-{file.name}")
-    plot_runs([_demo_run(seed) for seed in SEEDS], folder / "learning.png")
-
-
-def _run(*command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
-    subprocess.run(command, cwd=cwd, env=env, check=True, timeout=3600)
-
-
-def _output(*command: str) -> str:
-    done = subprocess.run(command, check=True, timeout=3600, stdout=subprocess.PIPE, text=True)
-    return done.stdout.strip()
-
-
-def _pytest(*arguments: str) -> tuple[bool, int]:
-    command = [sys.executable, "-m", "pytest", "-q", *arguments]
-    done = subprocess.run(command, timeout=3600, stdout=subprocess.PIPE, text=True, check=False)
-    count = re.search(r"(\d+) passed", done.stdout)
-    return done.returncode == 0, int(count[1]) if count else 0
-
-
-def _fresh_environment() -> dict[str, str]:
-    """Without what this process's own virtual environment has put there."""
-    return {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS")}
-
-
-def _machine() -> str:
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.machine()}, Python {platform.python_version()}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,12 @@ HARMLESS_SLEEPS = frozenset(
         "runtime/hands.py: _listen",  # how often engines are asked how far they are
         "runtime/instance.py: measure_decode",  # only after a run
         "runtime/fakes.py: _turns",  # sleep(0): a turn of the event loop, in tests
+        "pace/clock.py: stretch",  # only with a [pace] section, as the next two
+        "runtime/instance.py: load",
+        "train/rank.py: publish",
+        "bench/engines.py: run",  # benchmarks that wait for an answer to have so many tokens
+        "bench/migration.py: _moved",
+        "bench/step2.py: _kill",
     }
 )
 

@@ -292,6 +292,10 @@ class Instance:
         results = await asyncio.gather(*running)
         return (sum(len(result.token_ids) for result in results) - before) / (time.monotonic() - began)
 
+    def processes(self) -> tuple[int, ...]:
+        """Process ids of the engine."""
+        return tuple(engine_processes(self._running_engine()))
+
     async def pace_report(self) -> tuple[int, int]:
         """Paced pieces of work so far, and how many took longer than the law says."""
         pieces, overruns = (await self._running_engine().collective_rpc("pace_report"))[0]

@@ -35,6 +35,9 @@ class WorldConfig:
     equal_rewards: float = 0.2
     """Share of groups that are filtered."""
     missing_rewards: float = 0.02
+    kv_capacity_tokens: int = 10**9
+    reports: float = 0.0
+    """Chance that an instance reports some use of its KV cache when an answer ends there."""
     failure: float = 0.0
     """Chance that a publication, load, segment or score fails, or that a seated group's data turns out to be lost."""
     failures: int = 0
@@ -52,6 +55,9 @@ class RandomWorld:
         self._group_size = group_size
         self._length: dict[RolloutId, int] = {}
         self._agenda = Agenda()
+        self._now = 0.0
+        self._pressed: set[InstanceId] = set()
+        """Instances whose last report was of some use."""
         self._running: dict[tuple[RolloutId, int], tuple[int, float, m.Generated]] = {}
         """(rollout, attempt) -> its place in the agenda, when it began, and how it ends if nothing intervenes."""
 
@@ -66,8 +72,17 @@ class RandomWorld:
 
     def next(self) -> m.Event | None:
         event = self._agenda.pop()
+        if event is None and self._pressed:
+            # Engines go on reporting, also when nothing else happens.
+            return m.Reported(at=self._now, instance=self._pressed.pop(), kv_tokens=0)
+        if event is not None:
+            self._now = event.at
         if isinstance(event, m.Generated):
             del self._running[event.rollout, event.attempt]
+            if self.rng.random() < self.config.reports:
+                used = self.rng.randrange(self.config.kv_capacity_tokens + 1)
+                self._agenda.add(m.Reported(at=event.at, instance=event.instance, kv_tokens=used))
+                self._pressed.add(event.instance)
         if isinstance(event, m.InstanceLost):
             event = replace(event, saved=self._saved(event))
         return event
@@ -115,7 +130,11 @@ class RandomWorld:
 
     def joins(self, index: int, *, at: float) -> m.InstanceJoined:
         descriptor = InstanceDescriptor(
-            node="sim", devices=(f"sim:{index}",), layout="sim", slots=self.config.slots, kv_capacity_tokens=10**9
+            node="sim",
+            devices=(f"sim:{index}",),
+            layout="sim",
+            slots=self.config.slots,
+            kv_capacity_tokens=self.config.kv_capacity_tokens,
         )
         return m.InstanceJoined(at=at, instance=InstanceId(f"engine-{index}"), descriptor=descriptor)
 
