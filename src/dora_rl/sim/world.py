@@ -56,7 +56,7 @@ class RandomWorld:
         self._length: dict[RolloutId, int] = {}
         self._agenda = Agenda()
         self._now = 0.0
-        self._pressed: set[InstanceId] = set()
+        self._pressed: dict[InstanceId, None] = {}
         """Instances whose last report was of some use."""
         self._running: dict[tuple[RolloutId, int], tuple[int, float, m.Generated]] = {}
         """(rollout, attempt) -> its place in the agenda, when it began, and how it ends if nothing intervenes."""
@@ -74,7 +74,7 @@ class RandomWorld:
         event = self._agenda.pop()
         if event is None and self._pressed:
             # Engines go on reporting, also when nothing else happens.
-            return m.Reported(at=self._now, instance=self._pressed.pop(), kv_tokens=0)
+            return m.Reported(at=self._now, instance=self._pressed.popitem()[0], kv_tokens=0)
         if event is not None:
             self._now = event.at
         if isinstance(event, m.Generated):
@@ -82,7 +82,7 @@ class RandomWorld:
             if self.rng.random() < self.config.reports:
                 used = self.rng.randrange(self.config.kv_capacity_tokens + 1)
                 self._agenda.add(m.Reported(at=event.at, instance=event.instance, kv_tokens=used))
-                self._pressed.add(event.instance)
+                self._pressed[event.instance] = None
         if isinstance(event, m.InstanceLost):
             event = replace(event, saved=self._saved(event))
         return event
