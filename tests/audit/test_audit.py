@@ -70,7 +70,7 @@ def test_a_run_with_failures_and_losses_passes_and_every_group_is_in_the_ledger(
     report = audit_run(tmp_path / "run")
     assert report.problems == []
     ledger = dict(report.c2)
-    assert ledger.pop("dispatched") == sum(ledger.values()) > 8
+    assert ledger.pop("dispatched") == sum(ledger.values()) >= 8
     assert ledger["trained"] == 8
     assert report.c3["bound"] == 2
     assert 0 <= (report.c3["max"] or 0) <= 2

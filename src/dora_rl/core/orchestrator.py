@@ -125,8 +125,9 @@ class Orchestrator:
         instance = self.state.instances.get(event.instance)
         if instance is None:
             return  # lost in the meantime
-        instance.kv_tokens = event.kv_tokens
-        instance.pressed = policy.is_pressed(self.state, instance)
+        if instance.running:  # else its cache is empty by now
+            instance.kv_tokens = event.kv_tokens
+            instance.pressed = policy.is_pressed(self.state, instance)
 
     def _rank_lost(self, event: m.RankLost) -> None:
         """The batch's gradient is gone: its groups are ready again, and answers to its commands come too late."""
@@ -185,7 +186,10 @@ class Orchestrator:
             raise m.ProtocolError(
                 f"rollout {event.rollout} is of version {rollout.version}, but version {event.version} answered it"
             )
-        del state.instances[event.instance].running[event.rollout]
+        instance = state.instances[event.instance]
+        del instance.running[event.rollout]
+        if not instance.running:
+            instance.kv_tokens, instance.pressed = 0, False
         self._learn(rollout, event)
         ledger.stop_running(state, rollout)
         rollout.tokens += event.num_tokens

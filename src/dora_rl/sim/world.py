@@ -79,7 +79,7 @@ class RandomWorld:
             self._now = event.at
         if isinstance(event, m.Generated):
             del self._running[event.rollout, event.attempt]
-            if self.rng.random() < self.config.reports:
+            if event.reason in ("stop", "length") and self.rng.random() < self.config.reports:
                 used = self.rng.randrange(self.config.kv_capacity_tokens + 1)
                 self._agenda.add(m.Reported(at=event.at, instance=event.instance, kv_tokens=used))
                 self._pressed[event.instance] = None
