@@ -217,13 +217,13 @@ def test_a_group_that_open_db_lost_or_changed_is_found(tmp_path):
 def test_an_answer_under_a_version_that_its_instance_never_loaded_is_found(run):
     def unload(entry: dict[str, Any]) -> bool:
         event = entry["event"]
-        if event["type"] != "Loaded" or event["version"] != 1:
+        if event["type"] != "Loaded" or event["version"] == 0:
             return False
         event["version"] = 0
         return True
 
     change_journal(run, unload)
-    assert any("which held no version 1" in problem for problem in problems(run))
+    assert any("which held no version " in problem for problem in problems(run))
 
 
 def test_an_answer_relabelled_with_the_version_that_came_back_is_found(run):

@@ -217,9 +217,10 @@ def test_the_last_instance_to_be_lost_ends_the_run_with_its_cause(story: Story) 
 
 def test_what_a_lost_instance_ran_goes_on_from_the_tokens_that_it_had_reported() -> None:
     story = Story(make_config(), prompts=2)
-    story.joins(A, slots=4), story.joins(B, slots=4), story.published(0)
+    story.joins(A, slots=2), story.joins(B, slots=2), story.published(0)
     story.loaded(A, 0), story.loaded(B, 0)
     lost = [command.rollout for command in story.running().values() if command.instance == A]
+    story.finishes(2), story.finishes(3)
     commands = story.tell(m.InstanceLost, instance=A, reason="killed", saved=((lost[0], 7),))
     again = {c.rollout: (c.instance, c.segment, c.generated_tokens) for c in commands if isinstance(c, m.Generate)}
     assert again == {lost[0]: (B, 1, 7), lost[1]: (B, 1, 0)}

@@ -101,8 +101,8 @@ def test_partial_reports_add_up_to_a_prefix_of_the_answer_and_a_detached_answer_
             await rig.instance.load(rig.published(2))
         with pytest.raises(ProtocolError, match="runs already"):
             await rig.instance.generate(request)
-        await rig.instance.detach(request.rollout)
-        await rig.instance.detach(request.rollout)
+        await rig.instance.detach(request.rollout, request.attempt, keep=False)
+        await rig.instance.detach(request.rollout, request.attempt, keep=True)
         return await answer
 
     result = rig.run(story())
