@@ -19,6 +19,7 @@ from dora_rl.config import Config, ConfigError, load_config
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the terminal belongs to the command
     try:
         status: int = arguments.run(arguments)
     except ConfigError as error:
@@ -89,7 +90,6 @@ def _count(text: str) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     config: Config = load_config(arguments.config, arguments.set)
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the terminal belongs to the run
     # Only here: they import torch, Ray and vLLM, and a mistake in the configuration should not wait for that.
     from dora_rl.cli.launch import default_folder, prepare, train
     from dora_rl.core.messages import ProtocolError
