@@ -43,7 +43,7 @@ def audit_run(folder: Path, recompute: int = 0) -> Report:
     stored, faults = read_stored(folder / "rollouts")
     open_groups, more_faults = read_open(folder / "open.db")
     rows = [one.row for one in stored if one.row is not None]
-    bound = promised_bound(config)
+    bound = config.schedule.bound
     limits = Limits(
         group_size=config.schedule.group_size,
         max_tokens=config.rollout.max_completion_tokens,
@@ -91,11 +91,6 @@ def _set_aside(report: Report, config: Config) -> None:
                 f"{promise} is not promised by schedule.strategy = {config.schedule.strategy!r}: broken {len(broken)} "
                 f"times, first {broken[0]}"
             )
-
-
-def promised_bound(config: Config) -> int:
-    """K. The synchronous strategy promises more than its setting says."""
-    return config.schedule.bound
 
 
 def ledger(history: History) -> dict[str, int]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from dora_rl.config import Config, ConfigError, PaceConfig, dump_config
@@ -252,9 +252,3 @@ def _law(config: Config) -> PaceConfig:
     if config.pace is None:
         raise ConfigError("bench strategies needs the law of durations: give a configuration with a [pace] section")
     return config.pace
-
-
-def speed_up(rows: Sequence[Row], of: str, over: str) -> float:
-    """Tokens per second of one contender over those of another, medians."""
-    rates = {name: median(row.tokens_per_second for row in rows if row.contender == name) for name in (of, over)}
-    return rates[of] / rates[over]

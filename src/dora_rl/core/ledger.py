@@ -118,9 +118,7 @@ def run(state: State, rollout: Rollout, instance: Instance) -> None:
 def stop_running(state: State, rollout: Rollout) -> None:
     """Its segment ended, or was lost with its instance."""
     rollout.instance = None
-    if rollout.detaching:
-        rollout.detaching = False
-        state.leaving[rollout.version] -= 1
+    _leaves_no_more(state, rollout)
     if rollout.group is not None:
         group = state.groups[rollout.group]
         group.working -= 1
@@ -136,8 +134,15 @@ def detach(state: State, rollout: Rollout) -> None:
 
 def stay(state: State, rollout: Rollout) -> None:
     """Its instance could not be told: the segment goes on to its own end."""
-    rollout.detaching, rollout.stays = False, True
-    state.leaving[rollout.version] -= 1
+    rollout.stays = True
+    _leaves_no_more(state, rollout)
+
+
+def _leaves_no_more(state: State, rollout: Rollout) -> None:
+    """No room has to be kept for it elsewhere."""
+    if rollout.detaching:
+        rollout.detaching = False
+        state.leaving[rollout.version] -= 1
 
 
 def keep(state: State, rollout: Rollout, event: Generated) -> None:
@@ -163,9 +168,7 @@ def drop(state: State, group: Group) -> list[tuple[Rollout, InstanceId]]:
             del instance.running[rollout.id]
             instance.ending.add((rollout.id, rollout.attempt))
             state.written_off.add((rollout.id, rollout.attempt))
-            if rollout.detaching:
-                rollout.detaching = False
-                state.leaving[rollout.version] -= 1
+            _leaves_no_more(state, rollout)
         elif rollout.instance is not None:
             state.instances[rollout.instance].reserved.remove(rollout.id)
         elif rollout.finished is None:
