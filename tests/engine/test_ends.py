@@ -19,21 +19,26 @@ PROMPT = tuple(range(3, 43))
 
 
 def test_an_engine_that_stands_still_or_dies_is_an_error_for_every_answer_it_has(model):
-    rig = Rig(model, ROLLOUT.model_copy(update={"no_progress_s": 10.0}))
+    rig = Rig(model, ROLLOUT.model_copy(update={"no_progress_s": 10.0, "move_timeout_s": 2.0}))
     (pid,) = rig.engine_pids
 
     async def after(sent: signal.Signals):
-        """The kind and text of what three running answers end with when the engine's process gets this signal."""
-        answers = [asyncio.ensure_future(rig.instance.generate(rig.request(PROMPT, max_tokens=96))) for _ in range(3)]
+        """The kind and text of what three running answers, and one's order to leave, end with when the engine gets this signal."""
+        requests = [rig.request(PROMPT, max_tokens=96) for _ in range(3)]
+        answers = [asyncio.ensure_future(rig.instance.generate(request)) for request in requests]
         while not await rig.instance.partials():
             await asyncio.sleep(0)
         os.kill(pid, sent)
-        errors = await asyncio.gather(*answers, return_exceptions=True)
+        leaving = asyncio.ensure_future(rig.instance.detach(requests[0].rollout, 0, keep=True))
+        errors = await asyncio.gather(*answers, leaving, return_exceptions=True)
         return [(type(error), str(error)) for error in errors]
 
     try:
         rig.run(rig.instance.load(rig.published(1)))
-        for kind, text in rig.run(after(signal.SIGSTOP)):
+        *answers, (kind, text) = rig.run(after(signal.SIGSTOP))
+        assert kind is RemoteError
+        assert "did not answer keep_kv within rollout.move_timeout_s = 2 s" in text
+        for kind, text in answers:
             assert kind is RemoteError
             assert "got no token for rollout.no_progress_s = 10 s" in text
         os.kill(pid, signal.SIGCONT)

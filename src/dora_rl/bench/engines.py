@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from pathlib import Path
 from dora_rl.config import Config, RolloutConfig
 from dora_rl.core.types import FinishReason, InstanceId, RolloutId, Version
 from dora_rl.runtime.instance import Instance
-from dora_rl.runtime.ports import GenerateRequest, GenerateResult
+from dora_rl.runtime.ports import GenerateRequest, GenerateResult, Partial
 from dora_rl.train.source import prepare_model
 from dora_rl.train.trainer import Trainer
 from dora_rl.wire.errors import RemoteError
@@ -20,6 +21,23 @@ from dora_rl.wire.weights import Manifest, MemoryTransport, write_version
 VERSION = Version(0)
 _rollouts = count()
 _names = count()
+
+
+class Engine(Instance):
+    """An instance with many readers: its reports are filed by answer, whoever asks for them."""
+
+    def __init__(self, transport: MemoryTransport) -> None:
+        super().__init__(transport)
+        self.reported: dict[RolloutId, list[Partial]] = defaultdict(list)
+        self.kv_capacity = 0
+        """Tokens."""
+
+    async def sampled(self, answer: "MovingAnswer", tokens: int) -> bool:
+        """Whether the answer's segment that runs here has reported so many tokens by now."""
+        for partial in await self.partials():
+            self.reported[partial.rollout].append(partial)
+        news = [one for one in self.reported[answer.rollout] if one.attempt == answer.attempt]
+        return sum(len(one.token_ids) for one in news) >= tokens
 
 
 class EnginePool:
@@ -33,13 +51,14 @@ class EnginePool:
         self._manifest: Manifest = write_version(
             self._transport, VERSION, None, trainer.state_tensors(), trainer.canary()
         )
-        self.running: list[Instance] = []
+        self.running: list[Engine] = []
 
-    async def start(self, rollout: RolloutConfig) -> Instance:
-        engine = Instance(self._transport)
+    async def start(self, rollout: RolloutConfig) -> Engine:
+        engine = Engine(self._transport)
         self.running.append(engine)
         name, config = InstanceId(f"engine-{next(_names)}"), self._config
-        await engine.start(name, str(self._model_dir), rollout, config.model.dtype, config.run.seed)
+        described = await engine.start(name, str(self._model_dir), rollout, config.model.dtype, config.run.seed)
+        engine.kv_capacity = described.kv_capacity_tokens
         await engine.load(self._manifest)
         return engine
 
@@ -96,14 +115,13 @@ class MovingAnswer:
             stop_token_ids=self.stop_token_ids,
         )
 
-    async def run(self, engine: Instance, *, until: int | None = None) -> None:
+    async def run(self, engine: Engine, *, until: int | None = None) -> None:
         """A segment: until the answer has so many tokens and is detached, or to its end."""
         segment = asyncio.ensure_future(engine.generate(self.request()))
         if until is not None:
-            seen = len(self.token_ids)
-            while seen < until and not segment.done():
-                await asyncio.sleep(0.001)
-                seen += sum(len(one.token_ids) for one in await engine.partials() if one.rollout == self.rollout)
+            wanted = until - len(self.token_ids)
+            while not segment.done() and not await engine.sampled(self, wanted):
+                await asyncio.sleep(0.002)
             await engine.detach(self.rollout, self.attempt, keep=True)
         self.take(await segment)
 
@@ -116,7 +134,7 @@ class MovingAnswer:
         self.reason, self.last = result.finish_reason, result
         self.attempt += 1
 
-    async def move(self, source: Instance, target: Instance, *, damage: int | None = None) -> None:
+    async def move(self, source: Engine, target: Engine, *, damage: int | None = None) -> None:
         """Hand its KV over; with `damage` the byte at that place has been flipped on the way."""
         self.moves += 1
         kept = self.last.kept if self.last else None
@@ -137,7 +155,7 @@ class MovingAnswer:
             self.fallbacks.append(why)
         await source.drop_kv(self.rollout)
 
-    async def travel(self, engines: Sequence[Instance], cuts: Sequence[int]) -> None:
+    async def travel(self, engines: Sequence[Engine], cuts: Sequence[int]) -> None:
         """Through the engines in turn, changing at every cut (in tokens of the answer), to its end."""
         here = 0
         for cut in sorted(cuts):

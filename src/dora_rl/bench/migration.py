@@ -11,10 +11,9 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from dora_rl.bench.engines import MovingAnswer, engine_pool
+from dora_rl.bench.engines import Engine, MovingAnswer, engine_pool
 from dora_rl.config import Config, parse_config
 from dora_rl.core.costs import Costs, Line
-from dora_rl.runtime.instance import Instance
 from dora_rl.wire.errors import RemoteError
 
 PREFIXES = (48, 96, 192, 384, 576, 768, 1000, 1200)
@@ -93,14 +92,12 @@ async def _measure(config: Config) -> list[Point]:
     ]
 
 
-async def _moved(source: Instance, target: Instance, prompt: tuple[int, ...]) -> tuple[float, int]:
+async def _moved(source: Engine, target: Engine, prompt: tuple[int, ...]) -> tuple[float, int]:
     """Seconds from the order to leave to the first token on the target, and the bytes that were carried."""
     answer = MovingAnswer(prompt, 64)
     segment = asyncio.ensure_future(source.generate(answer.request()))
-    seen = 0
-    while seen < SAMPLED:
+    while not await source.sampled(answer, SAMPLED):
         await asyncio.sleep(0.001)
-        seen += sum(len(partial.token_ids) for partial in await source.partials())
     began = time.monotonic()
     await source.detach(answer.rollout, 0, keep=True)
     answer.take(await segment)

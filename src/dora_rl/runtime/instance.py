@@ -191,6 +191,8 @@ class Instance:
             del self._answers[request.rollout]
             if answer.received is not None:
                 answer.received.memory.close()
+            if answer.keep is not None and request.rollout not in self._kept:
+                answer.keep.close()  # nobody will ask for it
         return _result(answer, kept)
 
     async def partials(self) -> list[Partial]:
@@ -233,7 +235,7 @@ class Instance:
         if keep:
             answer.keep = KeptKv.empty(answer.engine_id, self._rollout.tensor_parallel)
             # Known to the engine before the abort: both come to it in order.
-            await engine.collective_rpc("keep_kv", args=(answer.engine_id, answer.keep.paths))
+            await self._ask(engine, "keep_kv", answer.engine_id, answer.keep.paths)
         # It is known to the engine by now: between its entry in the table and in the engine nothing awaits.
         await engine.abort(answer.engine_id)
 
@@ -298,7 +300,7 @@ class Instance:
 
     async def pace_report(self) -> tuple[int, int]:
         """Paced pieces of work so far, and how many took longer than the law says."""
-        pieces, overruns = (await self._running_engine().collective_rpc("pace_report"))[0]
+        pieces, overruns = (await self._ask(self._running_engine(), "pace_report"))[0]
         return pieces, overruns
 
     async def shutdown(self) -> None:
@@ -316,6 +318,22 @@ class Instance:
         if self._engine is None:
             raise ProtocolError(f"{self._name}: not started, or shut down; start it first")
         return self._engine
+
+    async def _ask(self, engine: "AsyncLLM", what: str, *arguments: Any) -> list[Any]:
+        """Call a method of the engine's workers, which answer between two of its steps; one answer a rank.
+
+        Raises ProcessLost when the engine is gone: vLLM answers nobody who asked just before its end.
+        """
+        limit = self._rollout.move_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                answers: list[Any] = await engine.collective_rpc(what, args=arguments)
+                return answers
+        except TimeoutError as error:
+            self._check_alive(engine)
+            raise RemoteError(
+                f"{self._name}: the engine did not answer {what} within rollout.move_timeout_s = {limit:g} s"
+            ) from error
 
     def _check(self, request: GenerateRequest) -> None:
         if request.version != self._version:
@@ -367,7 +385,7 @@ class Instance:
         assert memory is not None, f"rollout {request.rollout} was detached without keeping its KV"
         facts: list[Any] = [None]
         if answer.finish_reason != "abort":
-            await engine.collective_rpc("forget_kv", args=(answer.engine_id,))
+            await self._ask(engine, "forget_kv", answer.engine_id)
         else:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._rollout.move_timeout_s):
@@ -375,7 +393,6 @@ class Instance:
                     while any(one is None for one in facts):
                         facts = await engine.collective_rpc("kept_kv", args=(answer.engine_id,))
         if any(one is None or one[0] == 0 for one in facts):
-            memory.close()
             return None
         self._kept[request.rollout] = memory
         tokens = [*request.prompt_token_ids, *request.completion_token_ids, *answer.token_ids]

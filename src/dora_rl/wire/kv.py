@@ -62,7 +62,7 @@ class KvHandle:
 
 
 class KeptKv:
-    """Anonymous memory for one answer's KV, one piece per rank; the engine writes, `seal` makes the handle."""
+    """Anonymous memory for one answer's KV, one piece per rank."""
 
     def __init__(self, descriptors: Sequence[int]) -> None:
         self._descriptors = list(descriptors)
