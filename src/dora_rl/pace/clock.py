@@ -17,7 +17,12 @@ class Pacer:
         self._due = 0.0
 
     def stretch(self, seconds: float, *, began: float) -> None:
-        """Return when work that began at `began` (time.monotonic) has lasted `seconds`, at once if it already has."""
+        """Return when work that began at `began` (time.monotonic) has lasted `seconds`, at once if it already has.
+
+        Work to which the law gives no time at all is none of its business.
+        """
+        if not seconds:
+            return
         continues = 0.0 <= began - self._due < 0.5 * seconds
         due = (self._due if continues else began) + seconds
         left = due - time.monotonic()

@@ -19,7 +19,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from dora_rl.config import PaceConfig
 from dora_rl.pace import law
 from dora_rl.pace.clock import Pacer
-from dora_rl.runtime.staging import OWNER_VARIABLE, PACE_VARIABLE, Slot, staged_tensors
+from dora_rl.runtime.staging import OWNER_VARIABLE, PACE_VARIABLE, PROBE, Slot, staged_tensors
 
 PACE = PaceConfig.model_validate_json(os.environ[PACE_VARIABLE]) if os.environ.get(PACE_VARIABLE) else None
 PACER = Pacer()
@@ -40,7 +40,8 @@ class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are u
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         began = time.monotonic()
         output = super().execute_model(scheduler_output, non_block)
-        tokens = scheduler_output.num_scheduled_tokens.values()
+        scheduled = scheduler_output.num_scheduled_tokens
+        tokens = [count for request, count in scheduled.items() if not request.startswith(PROBE)]
         if PACE is not None and tokens:
             prefill = sum(count for count in tokens if count > 1)
             PACER.stretch(law.step_s(PACE, answers=len(tokens), prefill_tokens=prefill), began=began)

@@ -107,6 +107,8 @@ class Hands:
         self._evaluation: dict[EvaluationId, dict[int, RolloutId]] = {}
         self._reports: dict[int, StepReport] = {}
         self._moves = Moves(dict(engines), config.rollout.move_timeout_s, one_version="C1" in config.schedule.promises)
+        # The law of [pace] knows no start: one engine's would take time from what another one generates.
+        self._together = asyncio.Barrier(len(self._engines)) if config.pace is not None else None
         self.answers = Answers()
 
     def now(self) -> float:
@@ -154,7 +156,11 @@ class Hands:
         try:
             async with asyncio.timeout(self._config.run.answer_deadline_s):
                 descriptor = await engine.start()
+                if self._together is not None:
+                    await self._together.wait()
         except Exception as error:  # noqa: BLE001 - an engine that cannot start is lost before it joined
+            if self._together is not None:
+                await self._together.abort()
             self._lose(instance, f"it did not start: {one_line(error)}")
             return
         self._moves.joined(instance, descriptor.node)

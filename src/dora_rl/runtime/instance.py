@@ -7,6 +7,7 @@ out. It refuses what is out of order (ProtocolError), and says so when its engin
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from dora_rl.core.messages import ProtocolError
 from dora_rl.core.types import InstanceDescriptor, InstanceId, RolloutId, Version
 from dora_rl.runtime.engine import describe, engine_processes, start_engine, stop_engine
 from dora_rl.runtime.ports import GenerateRequest, GenerateResult, LoadReport, Partial, ProcessLost
-from dora_rl.runtime.staging import staged
+from dora_rl.runtime.staging import PROBE, staged
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.kv import Bytes, KeptKv, KvError, KvHandle, KvShard, verify
 from dora_rl.wire.weights import Manifest, Transport
@@ -127,14 +128,15 @@ class Instance:
             # Two engines with one seed would draw the same random numbers for different answers.
             own_seed = xxhash.xxh32_intdigest(f"{seed}/{instance}".encode())
             self._engine = start_engine(model_dir, rollout, dtype, own_seed, pace)
-            # The first use compiles kernels, for up to a minute on a new machine: that belongs to the start, not to
-            # the first load or somebody's answer.
-            await _probe(self._engine, (0,) * min(8, self._limit - 1), "warm-up")
+            await _warm_up(self._engine, length=min(8, self._limit - 3))
         except Exception as error:
             raise RemoteError(
                 f"{instance}: the engine did not start on {model_dir}: {_one_line(error)}; its own output is in Ray's "
                 "session folder, session_latest/logs/worker-*.err"
             ) from error
+        if pace is not None:
+            # The engine's steps have a time to keep to; handing answers in and out has not. (Of this thread alone.)
+            os.setpriority(os.PRIO_PROCESS, 0, 19)
         self._descriptor = describe(self._engine, rollout, dtype)
         return self._descriptor
 
@@ -422,7 +424,7 @@ class Instance:
 
     async def _canary_difference(self, engine: "AsyncLLM", manifest: Manifest) -> float:
         canary = manifest.canary
-        ours = await _probe(engine, canary.token_ids, f"canary-{manifest.version}")
+        ours = await _probe(engine, canary.token_ids, f"{PROBE}canary-{manifest.version}")
         return max(abs(a - b) for a, b in zip(ours, canary.logprobs, strict=True))
 
 
@@ -463,6 +465,25 @@ def _sampling(answer: _Answer) -> "SamplingParams":
         # vLLM gives requests ids of its own; the connector knows them by this name.
         extra_args={"kv_transfer_params": transfer},
     )
+
+
+async def _warm_up(engine: "AsyncLLM", length: int) -> None:
+    """Let the engine do what it will do later: score a prompt, and sample for one answer and for several at once.
+
+    The first use of each compiles kernels, for up to a minute on a new machine: that belongs to the start, not to the
+    first load or somebody's answer.
+    """
+    from vllm.sampling_params import SamplingParams
+
+    await _probe(engine, (0,) * length, f"{PROBE}warm-up")
+    sampling = SamplingParams(max_tokens=2, logprobs=0, ignore_eos=True, detokenize=False)
+
+    async def sample(name: str) -> None:
+        async for _ in engine.generate(_tokens((0,) * length, salt=name), sampling, name):
+            pass
+
+    for answers in (1, 4):
+        await asyncio.gather(*(sample(f"{PROBE}warm-up-{answers}-{one}") for one in range(answers)))
 
 
 async def _probe(engine: "AsyncLLM", token_ids: Sequence[int], name: str) -> list[float]:

@@ -23,6 +23,9 @@ OWNER_VARIABLE = "DORA_RL_ENGINE_OWNER"
 PACE_VARIABLE = "DORA_RL_PACE"
 """Environment variable with the law of [pace] as JSON, for an engine that is paced."""
 
+PROBE = "probe-"
+"""How the names of requests begin that are part of a start or a load: the law gives these one time as a whole."""
+
 _ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every element size."""
 
