@@ -48,7 +48,7 @@ test: setup ## everything that must hold: lint, types, every property in full, r
 	@OMP_NUM_THREADS=1 $(VENV)/pytest -q -m "not engine"
 	@$(VENV)/pytest -q -m engine --durations=5
 
-accept: setup ## make accept STEP=n: measure what step n must show, into docs/results/step-n/
+accept: setup ## make accept STEP=n: measure what step n must show, into docs/results/step-n/ (ONLY="LINE ...": these lines)
 	@test -n "$(STEP)" || { echo "accept: needs STEP=n, for example make accept STEP=1" >&2; exit 2; }
 	@echo "accept: measuring step $(STEP)"
-	@$(VENV)/python -m dora_rl.bench.accept --step $(STEP)
+	@$(VENV)/python -m dora_rl.bench.accept --step $(STEP) $(if $(ONLY),--only $(ONLY))

@@ -23,7 +23,7 @@ def test_an_engine_that_stands_still_or_dies_is_an_error_for_every_answer_it_has
     (pid,) = rig.engine_pids
 
     async def after(sent: signal.Signals):
-        """The kind and text of what three running answers, and one's order to leave, end with when the engine gets this signal."""
+        """How three answers and then an order to leave end when the engine's process gets this signal."""
         requests = [rig.request(PROMPT, max_tokens=96) for _ in range(3)]
         answers = [asyncio.ensure_future(rig.instance.generate(request)) for request in requests]
         while not await rig.instance.partials():

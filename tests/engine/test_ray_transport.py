@@ -1,13 +1,17 @@
 """Weights through Ray's object store, from the actor that writes them to a process that reads them."""
 
+import asyncio
 import threading
 
+import numpy as np
 import pytest
 import ray
 import torch
 
-from dora_rl.core.types import Version
+from dora_rl.core.types import InstanceId, RolloutId, Version
+from dora_rl.runtime.cluster import RemoteEngine
 from dora_rl.wire.errors import RemoteError
+from dora_rl.wire.kv import KeptKv, KvError, KvHandle, KvShard, checksum, verify
 from dora_rl.wire.weights import Canary, RayTransport, read_tensors, write_version
 
 pytestmark = pytest.mark.engine
@@ -25,6 +29,26 @@ class Reader:
 
     def never(self):
         threading.Event().wait()
+
+
+class Holder:
+    """What an instance is as far as KV is concerned that goes to another node."""
+
+    def keep(self, size):
+        self.kept = KeptKv.of("7-0", [np.arange(size, dtype=np.uint8)])
+        (piece,), (path,) = self.kept.read(), self.kept.paths
+        shard = KvShard(path=path, nbytes=size, checksum=checksum(piece))
+        return KvHandle(node="there", version=Version(1), layout="any", token_ids=(1, 2), shards=(shard,))
+
+    def read_kv(self, rollout):
+        return self.kept.read()
+
+    def receive_kv(self, rollout, handle, data):
+        try:
+            verify(handle, KeptKv.of("7-1", data))
+        except KvError as error:
+            return str(error)
+        return ""
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +74,22 @@ def test_bytes_that_do_not_come_are_an_error_after_the_deadline(cluster):
     late = ray.remote(Reader).remote().never.remote()
     with pytest.raises(RemoteError, match=r"gave no weights within 0\.2 s; is their writer alive\?"):
         RayTransport().get([(late, 0)], timeout_s=0.2)
+
+
+def test_kv_goes_from_node_to_node_and_only_a_reference_comes_by_the_driver(cluster):
+    here, there = (ray.remote(Holder).remote() for _ in range(2))
+    engines = [RemoteEngine(InstanceId(name), actor, None, "") for name, actor in (("here", here), ("there", there))]
+    handle = ray.get(there.keep.remote(250), timeout=60)
+    other = ray.get(there.keep.remote(251), timeout=60)
+
+    async def moved(handle):
+        data = await engines[1].read_kv(RolloutId(7))
+        assert isinstance(data, ray.ObjectRef)
+        async with asyncio.timeout(60):
+            return await engines[0].receive_kv(RolloutId(7), handle, data)
+
+    assert asyncio.run(moved(other)) == ""
+    assert "251 bytes of KV came, 250 were kept" in asyncio.run(moved(handle))
+    ray.kill(there)
+    with pytest.raises(RemoteError):
+        asyncio.run(moved(other))

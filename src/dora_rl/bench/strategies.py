@@ -1,6 +1,7 @@
 """`dora-rl bench strategies`: all strategies on equal hardware, under one law of durations (`[pace]`).
 
     search    every split of the devices and every in-flight limit in the simulator, the same grid for every strategy
+    ratios    the same search where training costs more or less, in the simulator
     measure   each strategy's best one with real engines and a real trainer, paced by the same law
 
 A strategy is the classical one where it has one: synchronous and one-step-off trainers begin when their batch is full;
@@ -169,9 +170,17 @@ def measured(config: Config, contender: Contender, folder: Path) -> Row:
 
 
 def bench_strategies(
-    config: Config, *, folder: Path | None, repeats: int, only: Sequence[str], say: Callable[[str], None]
+    config: Config,
+    *,
+    folder: Path | None,
+    repeats: int,
+    only: Sequence[str],
+    say: Callable[[str], None],
+    ratios: Sequence[float] = (),
 ) -> dict[str, Any]:
     """Search for every contender; with a folder also measure the best variants there, `repeats` times each.
+
+    `ratios` multiply the law's cost of training; for each the search is made again.
 
     Repeats go round the contenders, so that what this machine does at one hour falls on all of them.
     """
@@ -179,6 +188,7 @@ def bench_strategies(
     found = {contender: search(config, contender) for contender in chosen}
     for contender in chosen:
         say(f"{contender.name:<18} simulated  {_text(found[contender][0][1])}")
+    by_ratio = [{"ratio": ratio, "rows": _at_ratio(config, chosen, ratio, say)} for ratio in ratios]
     runs: dict[Contender, list[Row]] = {contender: [] for contender in chosen}
     for repeat, contender in product(range(repeats), chosen):
         if folder is not None:
@@ -193,7 +203,19 @@ def bench_strategies(
         "rows": [asdict(row) for row in rows],
         "runs": [asdict(row) for contender in chosen for row in runs[contender]],
         "sweep": [asdict(row) for contender in chosen for _, row in found[contender]],
+        "ratios": by_ratio,
     }
+
+
+def _at_ratio(
+    config: Config, chosen: Sequence[Contender], ratio: float, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    law = _law(config)
+    pace = law.model_copy(update={"train_token_s": law.train_token_s * ratio})
+    rows = [search(config.model_copy(update={"pace": pace}), contender)[0][1] for contender in chosen]
+    for row in rows:
+        say(f"{row.contender:<18} simulated  {_text(row)}, training costs {ratio:g} times as much")
+    return [asdict(row) for row in rows]
 
 
 def _valid(config: Config, contender: Contender, folder: Path, say: Callable[[str], None]) -> Row:

@@ -77,7 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     strategies.add_argument("--run-dir", type=Path, metavar="DIR", help="also measure with real engines, here")
     strategies.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each (default: 3)")
     strategies.add_argument("--only", nargs="*", default=[], metavar="NAME", help="these contenders only")
-    strategies.add_argument("--json", action="store_true", help="print rows and sweep as JSON")
+    strategies.add_argument(
+        "--ratios",
+        type=float,
+        nargs="*",
+        default=[],
+        metavar="X",
+        help="simulate training that costs X times as much too",
+    )
+    strategies.add_argument("--json", action="store_true", help="print rows, runs, sweep and ratios as JSON")
     strategies.set_defaults(run=_bench_strategies)
     return parser
 
@@ -146,6 +154,7 @@ def _bench_strategies(arguments: argparse.Namespace) -> int:
         folder=arguments.run_dir,
         repeats=arguments.repeats,
         only=arguments.only,
+        ratios=arguments.ratios,
         say=say,
     )
     if arguments.json:

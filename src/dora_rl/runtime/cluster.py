@@ -17,6 +17,7 @@ from dora_rl.runtime.instance import Instance
 from dora_rl.runtime.ports import (
     GenerateRequest,
     GenerateResult,
+    KvData,
     LoadReport,
     Partial,
     ProcessLost,
@@ -147,12 +148,13 @@ class RemoteEngine:
     async def detach(self, rollout: RolloutId, attempt: int, *, keep: bool) -> None:
         await call(self._actor.detach.remote(rollout, attempt, keep=keep), self._name)
 
-    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: Sequence[Bytes] | None) -> str:
+    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: KvData | None) -> str:
+        # Ray brings the bytes behind the reference of `read_kv` to the actor, from node to node.
         why: str = await call(self._actor.receive_kv.remote(rollout, handle, data), self._name)
         return why
 
-    async def read_kv(self, rollout: RolloutId) -> Sequence[Bytes]:
-        data: Sequence[Bytes] = await call(self._actor.read_kv.remote(rollout), self._name)
+    async def read_kv(self, rollout: RolloutId) -> KvData:
+        data: Awaitable[Sequence[Bytes]] = self._actor.read_kv.remote(rollout)
         return data
 
     async def drop_kv(self, rollout: RolloutId) -> None:

@@ -12,6 +12,7 @@ from dora_rl.core.types import FinishReason, GroupId, InstanceDescriptor, Rollou
 from dora_rl.runtime.ports import (
     GenerateRequest,
     GenerateResult,
+    KvData,
     LoadReport,
     Partial,
     ProcessLost,
@@ -104,7 +105,7 @@ class FakeEngine:
         if request is not None and request.attempt == attempt:
             self._detached[rollout] = keep
 
-    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: Sequence[Bytes] | None) -> str:
+    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: KvData | None) -> str:
         await _turns(1)
         self._received[rollout] = len(handle.token_ids) - 1
         return ""

@@ -4,7 +4,7 @@ Ray actors stand behind them in a run (cluster.py), fakes in fast tests (fakes.p
 when the other side failed, and ProcessLost when it is gone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,10 @@ from dora_rl.wire.weights import Manifest
 
 class ProcessLost(RemoteError):
     """The other process is gone."""
+
+
+KvData = Sequence[Bytes] | Awaitable[Sequence[Bytes]]
+"""Bytes of KV, one piece a rank, or what stands for them: so that they go from process to process, past the driver."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +94,13 @@ class Engine(Protocol):
         """End a running segment; with `keep` its result has a handle to its KV. One that has ended is left alone."""
         ...
 
-    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: Sequence[Bytes] | None) -> str:
+    async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: KvData | None) -> str:
         """Take over KV that another instance has kept, for this rollout's next segment here; its bytes come as `data`
-        from another node. Returns why not, or nothing: the segment computes the prefix again then."""
+        when that is on another node. Returns why not, or nothing: the segment computes the prefix again then."""
         ...
 
-    async def read_kv(self, rollout: RolloutId) -> Sequence[Bytes]:
-        """The bytes of KV that is kept here, for an instance on another node."""
+    async def read_kv(self, rollout: RolloutId) -> KvData:
+        """KV that is kept here, for an instance on another node."""
         ...
 
     async def drop_kv(self, rollout: RolloutId) -> None:
