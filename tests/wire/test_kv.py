@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dora_rl.core.types import Version
-from dora_rl.wire.kv import KeptKv, KvError, KvHandle, KvShard, checksum, verify
+from dora_rl.wire.kv import KeptKv, KvError, KvHandle, KvShard, checksum, is_memory_of, verify
 
 PIECES = [np.arange(1000, dtype=np.uint8), np.arange(500, dtype=np.uint8)[::-1].copy()]
 
@@ -63,3 +63,12 @@ def test_kv_of_another_version_or_layout_is_refused(kept, version, layout):
 
 def test_nothing_of_it_has_a_name_in_shared_memory(kept):
     assert not [name for name in os.listdir("/dev/shm") if "kv-test" in name]
+
+
+def test_a_path_whose_memory_is_gone_leads_to_nobody_elses(kept):
+    (path, _), (other,) = kept.paths, KeptKv.empty("other", 1).paths
+    assert is_memory_of("test", path)
+    assert not is_memory_of("tes", path)
+    assert not is_memory_of("test", other)
+    kept.close()
+    assert not is_memory_of("test", path)

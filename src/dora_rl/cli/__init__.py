@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     strategies = bench.add_parser("strategies", help="all strategies under one law of durations")
     strategies.add_argument("config", type=Path, metavar="CONFIG.toml", help="with a [pace] section")
     strategies.add_argument("--run-dir", type=Path, metavar="DIR", help="also measure with real engines, here")
-    strategies.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each (default: 3)")
+    strategies.add_argument("--repeats", type=_count, default=3, metavar="N", help="runs of each (default: 3)")
     strategies.add_argument("--only", nargs="*", default=[], metavar="NAME", help="these contenders only")
     strategies.add_argument(
         "--ratios",

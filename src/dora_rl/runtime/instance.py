@@ -6,7 +6,6 @@ out. It refuses what is out of order (ProtocolError), and says so when its engin
 """
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -19,10 +18,11 @@ from dora_rl.config import PaceConfig, RolloutConfig
 from dora_rl.core.messages import ProtocolError
 from dora_rl.core.types import InstanceDescriptor, InstanceId, RolloutId, Version
 from dora_rl.runtime.engine import describe, engine_processes, start_engine, stop_engine
+from dora_rl.runtime.instance_kv import InstanceKv, Received
 from dora_rl.runtime.ports import GenerateRequest, GenerateResult, LoadReport, Partial, ProcessLost
 from dora_rl.runtime.staging import PROBE, staged
 from dora_rl.wire.errors import RemoteError
-from dora_rl.wire.kv import Bytes, KeptKv, KvError, KvHandle, KvShard, verify
+from dora_rl.wire.kv import Bytes, KeptKv, KvHandle
 from dora_rl.wire.weights import Manifest, Transport
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _Answer:
     told_at: float = 0.0
     """When it was asked to end; 0: it was not."""
     keep: KeptKv | None = None
-    received: "_Received | None" = None
+    received: Received | None = None
     """KV of its prefix, held until the engine has loaded it."""
 
     @property
@@ -74,23 +74,6 @@ class _Answer:
         self.finish_reason = new.finish_reason
 
 
-@dataclass(frozen=True, slots=True)
-class _Received:
-    """Verified KV of an answer that is about to continue here."""
-
-    handle: KvHandle
-    memory: KeptKv
-    seconds: float
-    """That it took to receive it."""
-
-    def tokens_of(self, request: GenerateRequest) -> int:
-        """How many tokens of this request's prefix it holds; 0 when it is another answer's."""
-        prefix = (*request.prompt_token_ids, *request.completion_token_ids)
-        common = min(len(prefix), len(self.handle.token_ids))
-        mine = self.handle.version == request.version and prefix[:common] == self.handle.token_ids[:common]
-        return common if mine else 0
-
-
 class Instance:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -100,9 +83,7 @@ class Instance:
         """The one that may be asked for; None before the first load, while one runs, and after one that failed."""
         self._loading = False
         self._answers: dict[RolloutId, _Answer] = {}
-        self._kept: dict[RolloutId, KeptKv] = {}
-        """KV of answers that were detached here, until it has been received elsewhere."""
-        self._received: dict[RolloutId, _Received] = {}
+        self._kv: InstanceKv | None = None
         self.prefix_tokens_shared = 0
         """Prompt tokens that were found in the prefix cache instead of being computed, since the start."""
 
@@ -137,8 +118,9 @@ class Instance:
         if pace is not None:
             # The engine's steps have a time to keep to; handing answers in and out has not. (Of this thread alone.)
             os.setpriority(os.PRIO_PROCESS, 0, 19)
-        self._descriptor = describe(self._engine, rollout, dtype)
-        return self._descriptor
+        descriptor = describe(self._engine, rollout, dtype)
+        self._kv = InstanceKv(self._ask, descriptor, rollout)
+        return descriptor
 
     async def load(self, manifest: Manifest) -> LoadReport:
         """Change to another version and prove, by its canary, that the engine has it.
@@ -183,18 +165,21 @@ class Instance:
         A sampled token's log-probability is that of log softmax(logits / temperature). With `greedy` the engine
         takes the likeliest token and reports log softmax(logits), temperature 1.
         """
-        engine = self._running_engine()
+        engine, kv = self._running_engine(), self._moving()
         self._check(request)
-        answer = self._answers[request.rollout] = _Answer(request, received=self._received.pop(request.rollout, None))
+        answer = self._answers[request.rollout] = _Answer(request, received=kv.take(request.rollout))
+        kept: KvHandle | None = None
         try:
             await self._follow(engine, answer)
-            kept = await self._collect(engine, answer) if answer.keep is not None else None
+            if answer.keep is not None:
+                aborted = answer.finish_reason == "abort"
+                kept = await kv.collect(answer.engine_id, answer.keep, request, answer.token_ids, aborted=aborted)
         finally:
             del self._answers[request.rollout]
+            if answer.keep is not None and kept is None:
+                answer.keep.close()
             if answer.received is not None:
                 answer.received.memory.close()
-            if answer.keep is not None and request.rollout not in self._kept:
-                answer.keep.close()  # nobody will ask for it
         return _result(answer, kept)
 
     async def partials(self) -> list[Partial]:
@@ -237,38 +222,18 @@ class Instance:
         if keep:
             answer.keep = KeptKv.empty(answer.engine_id, self._rollout.tensor_parallel)
             # Known to the engine before the abort: both come to it in order.
-            await self._ask(engine, "keep_kv", answer.engine_id, answer.keep.paths)
+            await self._moving().order(answer.engine_id, answer.keep)
         # It is known to the engine by now: between its entry in the table and in the engine nothing awaits.
         await engine.abort(answer.engine_id)
 
     async def receive_kv(self, rollout: RolloutId, handle: KvHandle, data: Sequence[Bytes] | None) -> str:
-        began = time.monotonic()
-        memory: KeptKv | None = None
-        try:
-            handle.check(version=self._version, layout=self._descriptor.layout)
-            memory = KeptKv.opened(handle) if data is None else KeptKv.of(str(rollout), data)
-            async with asyncio.timeout(self._rollout.move_timeout_s):
-                await asyncio.to_thread(verify, handle, memory)  # many bytes, and others wait for the loop
-        except (KvError, TimeoutError) as error:
-            if memory is not None:
-                memory.close()
-            return (
-                str(error) or f"KV was not verified within rollout.move_timeout_s = {self._rollout.move_timeout_s:g} s"
-            )
-        if (older := self._received.pop(rollout, None)) is not None:
-            older.memory.close()
-        self._received[rollout] = _Received(handle, memory, time.monotonic() - began)
-        return ""
+        return await self._moving().receive(rollout, handle, data, self._version)
 
     async def read_kv(self, rollout: RolloutId) -> Sequence[Bytes]:
-        kept = self._kept.get(rollout)
-        if kept is None:
-            raise RemoteError(f"{self._name}: no KV of rollout {rollout} is kept here")
-        return kept.read()
+        return self._moving().read(rollout)
 
     async def drop_kv(self, rollout: RolloutId) -> None:
-        if kept := self._kept.pop(rollout, None):
-            kept.close()
+        self._moving().drop(rollout)
 
     async def measure_decode(self, *, batch: int, tokens: int, prompt: Sequence[int]) -> float:
         """Decoded tokens per second of `batch` answers at once, from everyone's first token to the last one's end."""
@@ -302,7 +267,7 @@ class Instance:
 
     async def pace_report(self) -> tuple[int, int]:
         """Paced pieces of work so far, and how many took longer than the law says."""
-        pieces, overruns = (await self._ask(self._running_engine(), "pace_report"))[0]
+        pieces, overruns = (await self._ask("pace_report"))[0]
         return pieces, overruns
 
     async def shutdown(self) -> None:
@@ -321,12 +286,17 @@ class Instance:
             raise ProtocolError(f"{self._name}: not started, or shut down; start it first")
         return self._engine
 
-    async def _ask(self, engine: "AsyncLLM", what: str, *arguments: Any) -> list[Any]:
+    def _moving(self) -> InstanceKv:
+        if self._kv is None:
+            raise ProtocolError(f"{self._name}: not started; start it first")
+        return self._kv
+
+    async def _ask(self, what: str, *arguments: Any) -> list[Any]:
         """Call a method of the engine's workers, which answer between two of its steps; one answer a rank.
 
         Raises ProcessLost when the engine is gone: vLLM answers nobody who asked just before its end.
         """
-        limit = self._rollout.move_timeout_s
+        engine, limit = self._running_engine(), self._rollout.move_timeout_s
         try:
             async with asyncio.timeout(limit):
                 answers: list[Any] = await engine.collective_rpc(what, args=arguments)
@@ -380,35 +350,6 @@ class Instance:
             raise RemoteError(
                 f"{self._name}: rollout {request.rollout}: {_one_line(error.__cause__ or error)}"
             ) from error
-
-    async def _collect(self, engine: "AsyncLLM", answer: _Answer) -> KvHandle | None:
-        """The handle of a detached segment's KV, once the engine has written it; None when there is none in time."""
-        memory, request = answer.keep, answer.request
-        assert memory is not None, f"rollout {request.rollout} was detached without keeping its KV"
-        facts: list[Any] = [None]
-        if answer.finish_reason != "abort":
-            await self._ask(engine, "forget_kv", answer.engine_id)
-        else:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._rollout.move_timeout_s):
-                    # Each call waits for the engine's next step, in which it writes.
-                    while any(one is None for one in facts):
-                        facts = await engine.collective_rpc("kept_kv", args=(answer.engine_id,))
-        if any(one is None or one[0] == 0 for one in facts):
-            return None
-        self._kept[request.rollout] = memory
-        tokens = [*request.prompt_token_ids, *request.completion_token_ids, *answer.token_ids]
-        return KvHandle(
-            node=self._descriptor.node,
-            version=request.version,
-            layout=self._descriptor.layout,
-            # The engine may have computed more than it has handed out; what it has handed out is the answer.
-            token_ids=tuple(tokens[: min(one[0] for one in facts)]),
-            shards=tuple(
-                KvShard(path=path, nbytes=size, checksum=digest)
-                for path, (_, size, digest) in zip(memory.paths, facts, strict=True)
-            ),
-        )
 
     async def _hand_over(self, engine: "AsyncLLM", manifest: Manifest) -> None:
         staging = staged(self._transport, manifest, self._rollout.no_progress_s)

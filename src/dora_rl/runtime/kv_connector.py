@@ -28,7 +28,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.request import RequestStatus
 
 from dora_rl.pace.law import move_s
-from dora_rl.wire.kv import Bytes, checksum, read_shard
+from dora_rl.wire.kv import Bytes, checksum, is_memory_of, read_shard
 
 
 @dataclass(slots=True)
@@ -169,10 +169,13 @@ class KvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         parts = [layer[source].cpu().contiguous().view(torch.uint8).reshape(-1).numpy() for layer in self._layers]
         data: Bytes = np.concatenate(parts)
         try:
+            # The memory may be gone, and its number another file's by now.
+            if not is_memory_of(save.name, path):
+                return 0, 0, ""
             with open(path, "wb") as file:
                 file.write(data.data)
         except OSError:
-            return 0, 0, ""  # nobody waits for it any more, or the machine has no room: one prefill, not the engine
+            return 0, 0, ""  # the machine has no room: that costs one prefill, not the engine
         return save.tokens, data.size, checksum(data)
 
 

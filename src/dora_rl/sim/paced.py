@@ -140,7 +140,9 @@ class PacedWorld:
         elif command.generated_tokens or command.group is None or command.group not in instance.prefilled:
             stall = resume = prefix * pace.prefill_token_s
         else:
-            stall = resume = 0.0  # another member has computed the prompt
+            # Another member has computed the prompt; its last block is not full, or would leave nothing to compute.
+            block = self._config.rollout.block_tokens
+            stall = resume = ((prefix - 1) % block + 1) * pace.prefill_token_s
         if command.group is not None:
             instance.prefilled.add(command.group)
         instance.at += stall

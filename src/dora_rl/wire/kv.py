@@ -109,6 +109,14 @@ class KeptKv:
             os.close(descriptor)
 
 
+def is_memory_of(name: str, path: str) -> bool:
+    """Whether a path of `KeptKv` still leads to memory that was made under this name."""
+    try:
+        return os.readlink(path).startswith(f"/memfd:kv-{name} ")
+    except OSError:
+        return False
+
+
 def read_shard(path: str) -> Bytes:
     """The bytes at a shard's path, mapped. Raises KvError when its holder is gone."""
     try:
