@@ -113,7 +113,7 @@ def test_the_synchronous_strategy_promises_staleness_zero_whatever_the_setting_s
 def test_the_report_has_exactly_the_documented_keys_and_reads_well(whole_run):
     report = audit_run(whole_run)
     read = json.loads(report.dumps())
-    assert list(read) == ["verdict", "c1", "c2", "c3", "recomputed", "problems"]
+    assert list(read) == ["verdict", "c1", "c2", "c3", "recomputed", "problems", "not_promised", "notes"]
     assert list(read["c2"]) == [
         *("dispatched", "running", "ready", "seated", "trained", "filtered", "failed", "interrupted", "rolled_back")
     ]

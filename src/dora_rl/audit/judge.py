@@ -86,11 +86,9 @@ def _set_aside(report: Report, config: Config) -> None:
     for promise in sorted({"C1", "C2", "C3"} - set(config.schedule.promises)):
         broken = [problem for problem in report.problems if problem.startswith(promise)]
         report.problems = [problem for problem in report.problems if not problem.startswith(promise)]
+        report.not_promised[promise] = len(broken)
         if broken:
-            report.notes.append(
-                f"{promise} is not promised by schedule.strategy = {config.schedule.strategy!r}: broken {len(broken)} "
-                f"times, first {broken[0]}"
-            )
+            report.notes.append(f"the first of these: {broken[0]}")
 
 
 def ledger(history: History) -> dict[str, int]:

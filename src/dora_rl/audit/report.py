@@ -25,6 +25,8 @@ class Report:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Worth saying, but no broken promise."""
+    not_promised: dict[str, int] = field(default_factory=dict)
+    """Violations of what the run's strategy does not promise, by promise: counted, not judged."""
 
     @property
     def verdict(self) -> str:
@@ -47,17 +49,27 @@ class Report:
                 for one in self.recomputed
             ],
             "problems": self.problems,
+            "not_promised": self.not_promised,
+            "notes": self.notes,
         }
 
     def to_text(self) -> str:
         """The same for people: verdict, one line per promise, one per problem."""
         ledger = ", ".join(f"{n} {name}" for name, n in self.c2.items() if n and name != "dispatched")
-        lines = [
-            f"verdict: {self.verdict}" + ("" if self.c2.get("trained") else " (but nothing was trained)"),
-            f"  C1 one version per trajectory   {self.c1['trajectories']} trajectories, {self.c1['tokens']} tokens",
-            f"  C2 nothing thrown away          {self.c2['dispatched']} groups dispatched: {ledger or 'none'}",
-            f"  C3 bounded staleness            {_staleness(self.c3)}",
-        ]
+        verdict = self.verdict
+        if self.not_promised:
+            verdict += f" (without {', '.join(self.not_promised)}, which this strategy does not promise)"
+        if not self.c2.get("trained"):
+            verdict += " (but nothing was trained)"
+        promises = {
+            "C1": f"one version per trajectory   {self.c1['trajectories']} trajectories, {self.c1['tokens']} tokens",
+            "C2": f"nothing thrown away          {self.c2['dispatched']} groups dispatched: {ledger or 'none'}",
+            "C3": f"bounded staleness            {_staleness(self.c3)}",
+        }
+        lines = [f"verdict: {verdict}"]
+        for name, text in promises.items():
+            broken = f"; NOT PROMISED, broken {self.not_promised[name]} times" if name in self.not_promised else ""
+            lines.append(f"  {name} {text}{broken}")
         if self.recomputed:
             own = max(one.own_max_diff for one in self.recomputed)
             others = [diff for one in self.recomputed for diff in one.others.values()]

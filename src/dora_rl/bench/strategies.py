@@ -199,8 +199,13 @@ def bench_strategies(
     if not all(ratio > 0 for ratio in ratios):
         raise ConfigError(f"--ratios needs positive numbers, got {', '.join(map(str, ratios))}")
     chosen = [contender for contender in CONTENDERS if not only or contender.name in only]
-    found = {contender: search(config, contender) for contender in chosen}
+    say(
+        f"the best of every split of {devices(config)} devices (rollout + trainer) and every limit of groups that may lie "
+        "ready, for each strategy; exposed: the trainer waits for answers"
+    )
+    found: dict[Contender, list[tuple[Config, Row]]] = {}
     for contender in chosen:
+        found[contender] = search(config, contender)
         say(f"{contender.name:<18} simulated  {_text(found[contender][0][1])}")
     by_ratio = [{"ratio": ratio, "rows": _at_ratio(config, chosen, ratio, say)} for ratio in ratios]
     runs: dict[Contender, list[Row]] = {contender: [] for contender in chosen}
@@ -323,6 +328,8 @@ def _text(row: Row) -> str:
         f"{row.iteration_minutes * 60:6.1f} s an iteration, {row.exposed_rollout_minutes * 60:5.1f} s exposed, "
         f"{row.tokens_per_second:6.0f} tokens/s, staleness {row.mean_staleness_versions:.1f}"
     )
+    if row.promises_broken:
+        text += f", breaks {', '.join(row.promises_broken)}"
     if row.overruns is None:
         return text
     return f"{text}, {row.overruns:.1%} overrun" + ("" if row.valid else f": invalid, {MAX_OVERRUNS:.0%} allowed")
