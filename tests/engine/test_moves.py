@@ -1,6 +1,7 @@
 """Running answers move between two real engines and go on as if they had not."""
 
 import asyncio
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -64,9 +65,7 @@ def test_a_greedy_answer_that_moves_has_the_tokens_of_one_that_stays(rigs, seed)
             break
         assert hand_over(here, there, part) == ""
         request = there.request(prompt, greedy=True, completion_token_ids=tokens, max_tokens=LENGTH - len(tokens))
-        request = GenerateRequest(
-            **{name: getattr(request, name) for name in request.__slots__} | {"rollout": part.rollout}
-        )
+        request = replace(request, rollout=part.rollout)
     else:
         (rest,) = there.generate(request)
         assert rest.recomputed_tokens == 0
@@ -75,3 +74,27 @@ def test_a_greedy_answer_that_moves_has_the_tokens_of_one_that_stays(rigs, seed)
     assert tokens == whole.token_ids
     assert logprobs == pytest.approx(whole.logprobs, abs=1e-4)
     assert whole.version == Version(1)
+
+
+def test_an_answer_that_is_told_to_leave_as_it_arrives_costs_the_engine_nothing(rigs):
+    here, there = rigs
+    prompt = tuple(Random(7).randrange(3, 60) for _ in range(150))
+    (whole,) = here.generate(here.request(prompt, greedy=True, max_tokens=LENGTH))
+
+    async def arrive_and_leave(request: GenerateRequest, after_s: float) -> GenerateResult:
+        segment = asyncio.ensure_future(there.instance.generate(request))
+        await asyncio.sleep(after_s)
+        await there.instance.detach(request.rollout, request.attempt, keep=False)
+        return await segment
+
+    for after_s in (0.0, 0.0, 0.001, 0.002, 0.005):
+        request = here.request(prompt, greedy=True, max_tokens=LENGTH)
+        part = cut(here, request, after=4)
+        assert hand_over(here, there, part) == ""
+        left = LENGTH - len(part.token_ids)
+        onward = replace(request, attempt=1, completion_token_ids=part.token_ids, max_tokens=left)
+        gone = there.run(arrive_and_leave(onward, after_s))
+        tokens = part.token_ids + gone.token_ids
+        last = replace(onward, attempt=2, completion_token_ids=tokens, max_tokens=LENGTH - len(tokens))
+        (rest,) = there.generate(last)
+        assert tokens + rest.token_ids == whole.token_ids

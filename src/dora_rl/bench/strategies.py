@@ -196,12 +196,12 @@ def bench_strategies(
     names = [contender.name for contender in CONTENDERS]
     if unknown := set(only) - set(names):
         raise ConfigError(f"--only got {min(unknown)!r}; one of these is needed: {', '.join(names)}")
-    if not all(ratio > 0 for ratio in ratios):
-        raise ConfigError(f"--ratios needs positive numbers, got {', '.join(map(str, ratios))}")
+    if not all(0 < ratio < 1e6 for ratio in ratios):
+        raise ConfigError(f"--ratios needs numbers above 0 and below 1e6, got {', '.join(map(str, ratios))}")
     chosen = [contender for contender in CONTENDERS if not only or contender.name in only]
     say(
-        f"the best of every split of {devices(config)} devices (rollout + trainer) and every limit of groups that may lie "
-        "ready, for each strategy; exposed: the trainer waits for answers"
+        f"the best of every split of {devices(config)} devices (rollout + trainer) and every limit of groups that may "
+        "lie ready, for each strategy; exposed: the trainer waits for answers"
     )
     found: dict[Contender, list[tuple[Config, Row]]] = {}
     for contender in chosen:

@@ -80,7 +80,8 @@ class Planner:
         for rollout_id in instance.running:
             rollout = self.state.rollouts[rollout_id]
             if not rollout.detaching:
-                self._detach(rollout, keep=self.state.config.kv == "keep")
+                room = self.state.kept_bytes < self.state.kept_bytes_limit
+                self._detach(rollout, keep=room and self.state.config.kv == "keep")
 
     def _seat(self) -> None:
         state = self.state

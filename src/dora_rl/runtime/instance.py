@@ -65,9 +65,9 @@ class _Answer:
         if not self.token_ids:
             self.first_token_s = time.monotonic() - self.began
             self.cached_tokens = output.num_cached_tokens or 0
-            if self.received is not None:
-                self.received.memory.close()  # loaded, if it ever is
         (new,) = output.outputs
+        if new.token_ids and self.received is not None:
+            self.received.memory.close()  # loaded by now, if it ever is
         for token, at_position in zip(new.token_ids, new.logprobs or (), strict=True):
             self.token_ids.append(token)
             self.logprobs.append(at_position[token].logprob)
@@ -179,7 +179,7 @@ class Instance:
             if answer.keep is not None and kept is None:
                 answer.keep.close()
             if answer.received is not None:
-                answer.received.memory.close()
+                kv.release(answer.received, loaded=bool(answer.token_ids))
         return _result(answer, kept)
 
     async def partials(self) -> list[Partial]:
@@ -191,7 +191,8 @@ class Instance:
         news = []
         for answer in self._answers.values():
             start, answer.reported = answer.reported, len(answer.token_ids)
-            if answer.reported > start:
+            # A complete answer is about to be handed out as a whole; as a part, somebody might go on with it.
+            if answer.reported > start and answer.finish_reason is None:
                 news.append(
                     Partial(
                         rollout=answer.request.rollout,

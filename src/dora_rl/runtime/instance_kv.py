@@ -12,7 +12,7 @@ from typing import Any
 
 from dora_rl.config import RolloutConfig
 from dora_rl.core.types import InstanceDescriptor, RolloutId, Version
-from dora_rl.runtime.ports import GenerateRequest
+from dora_rl.runtime.ports import GenerateRequest, ProcessLost
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.kv import Bytes, KeptKv, KvError, KvHandle, KvShard, verify
 
@@ -45,6 +45,7 @@ class InstanceKv:
         self._kept: dict[RolloutId, KeptKv] = {}
         """Of answers that were detached here, until it has been received elsewhere."""
         self._received: dict[RolloutId, Received] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     # --- out of the engine --------------------------------------------------------------------------------------------
 
@@ -60,14 +61,14 @@ class InstanceKv:
         With a handle the memory stays until `drop`; otherwise it is the caller's to close.
         """
         facts: list[Any] = [None]
-        if aborted:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._rollout.move_timeout_s):
-                    # Each call waits for the engine's next step, in which it writes.
-                    while any(one is None for one in facts):
-                        facts = await self._ask("kept_kv", name)
-        else:
-            await self._ask("forget_kv", name)
+        # The segment is complete whatever becomes of its KV, even if the engine is gone.
+        with contextlib.suppress(TimeoutError, RemoteError):
+            async with asyncio.timeout(self._rollout.move_timeout_s):
+                if not aborted:
+                    await self._ask("forget_kv", name)
+                # Each call waits for the engine's next step, in which it writes.
+                while aborted and any(one is None for one in facts):
+                    facts = await self._ask("kept_kv", name)
         if any(one is None or one[0] == 0 for one in facts):
             return None
         self._kept[request.rollout] = memory
@@ -107,7 +108,7 @@ class InstanceKv:
             memory = KeptKv.opened(handle) if data is None else KeptKv.of(str(rollout), data)
             async with asyncio.timeout(self._rollout.move_timeout_s):
                 await asyncio.to_thread(verify, handle, memory)  # many bytes, and others wait for the loop
-        except (KvError, TimeoutError) as error:
+        except (KvError, OSError, TimeoutError) as error:
             if memory is not None:
                 memory.close()
             limit = self._rollout.move_timeout_s
@@ -120,3 +121,32 @@ class InstanceKv:
     def take(self, rollout: RolloutId) -> Received | None:
         """What has come for this answer; the caller closes it once the engine has loaded it."""
         return self._received.pop(rollout, None)
+
+    def release(self, received: Received, *, loaded: bool) -> None:
+        """Free what came for an answer that has ended, once the engine cannot want it any more."""
+        if loaded:
+            received.memory.close()
+        else:
+            # It was told to leave before its first token: a step in which it is loaded may be under way.
+            closing = asyncio.get_running_loop().create_task(self._close_behind(received.memory))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _close_behind(self, memory: KeptKv) -> None:
+        """Close it after the engine has answered a call, which it does between two steps."""
+        try:
+            with contextlib.suppress(TimeoutError, ProcessLost):
+                async with asyncio.timeout(self._rollout.no_progress_s):
+                    while not await self._passed():
+                        pass
+        finally:
+            memory.close()
+
+    async def _passed(self) -> bool:
+        try:
+            await self._ask("forget_kv", "")
+        except ProcessLost:
+            raise
+        except RemoteError:
+            return False
+        return True

@@ -134,7 +134,10 @@ def checksum(data: Bytes) -> str:
 
 def verify(handle: KvHandle, memory: KeptKv) -> None:
     """Raises KvError unless this memory holds the handle's bytes, all of them."""
-    for shard, data in zip(handle.shards, memory.read(), strict=True):
+    pieces = memory.read()
+    if len(pieces) != len(handle.shards):
+        raise KvError(f"KV of {len(pieces)} ranks came, of {len(handle.shards)} was kept; the prefix is computed again")
+    for shard, data in zip(handle.shards, pieces, strict=True):
         if data.size != shard.nbytes:
             raise KvError(f"{data.size} bytes of KV came, {shard.nbytes} were kept; the prefix is computed again")
         if checksum(data) != shard.checksum:
