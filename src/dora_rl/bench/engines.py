@@ -1,6 +1,7 @@
 """Real engines side by side, for benchmarks of moves: start them, and let answers go from one to another."""
 
 import asyncio
+import json
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -52,6 +53,7 @@ class EnginePool:
             self._transport, VERSION, None, trainer.state_tensors(), trainer.canary()
         )
         self.running: list[Engine] = []
+        self.vocabulary = int(json.loads((model_dir / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
     async def start(self, rollout: RolloutConfig) -> Engine:
         engine = Engine(self._transport)

@@ -67,12 +67,14 @@ async def _measure(config: Config) -> list[Point]:
     measured = []
     async with engine_pool(config) as engines:
         first, second = await engines.start(rollout), await engines.start(rollout)
-        rng = Random(config.run.seed)
+        rng, size = Random(config.run.seed), engines.vocabulary
         for tokens in PREFIXES:
             moved, recomputed = [], []
             for _ in range(REPEATS + 1):
-                moved.append(await _moved(first, second, _prompt(rng, tokens - SAMPLED)))
-                again = MovingAnswer(_prompt(rng, tokens - SAMPLED), SAMPLED + 1, token_ids=list(_prompt(rng, SAMPLED)))
+                moved.append(await _moved(first, second, _prompt(rng, tokens - SAMPLED, size)))
+                again = MovingAnswer(
+                    _prompt(rng, tokens - SAMPLED, size), SAMPLED + 1, token_ids=list(_prompt(rng, SAMPLED, size))
+                )
                 recomputed.append((await second.generate(again.request())).resume_s)
             measured.append((tokens, moved[1:], recomputed[1:]))  # the first of each length warms up
     costs = Costs(moving=Line(), computing=Line())
@@ -110,6 +112,6 @@ async def _moved(source: Engine, target: Engine, prompt: tuple[int, ...]) -> tup
     return seconds, answer.loaded_tokens
 
 
-def _prompt(rng: Random, tokens: int) -> tuple[int, ...]:
+def _prompt(rng: Random, tokens: int, vocabulary: int) -> tuple[int, ...]:
     """Tokens that no cache has seen."""
-    return tuple(rng.randrange(100, 40000) for _ in range(tokens))
+    return tuple(rng.randrange(vocabulary) for _ in range(tokens))

@@ -139,8 +139,13 @@ def _bench_core(arguments: argparse.Namespace) -> int:
 
 def _bench_migration(arguments: argparse.Namespace) -> int:
     from dora_rl.bench.migration import bench_migration, to_json, to_text
+    from dora_rl.wire.errors import RemoteError
 
-    points = bench_migration(load_config(arguments.config) if arguments.config else None)
+    try:
+        points = bench_migration(load_config(arguments.config) if arguments.config else None)
+    except RemoteError as error:
+        print(f"dora-rl: the benchmark failed: {error}", file=sys.stderr)
+        return 1
     print(json.dumps(to_json(points)) if arguments.json else to_text(points))
     return 0
 
