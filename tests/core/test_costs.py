@@ -33,6 +33,13 @@ def test_short_prefixes_are_computed_again_and_long_ones_are_moved() -> None:
     assert costs.of_move(1000) == pytest.approx(0.2)
 
 
+def test_long_prefixes_whose_cost_grows_faster_do_not_hide_what_short_ones_cost() -> None:
+    line = Line()
+    for tokens in (50, 100, 200, 400, 800, 1200):
+        line.observe(tokens, 0.0025 * tokens + 4e-7 * tokens**2)
+    assert line.at(100) == pytest.approx(0.254, rel=0.1)
+
+
 def test_what_a_busy_machine_did_yesterday_is_forgotten() -> None:
     line = Line()
     for _ in range(50):

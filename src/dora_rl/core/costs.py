@@ -1,7 +1,8 @@
 """What moving an answer costs, learnt from the moves and prefills that a run has seen.
 
 Both ways of continuing elsewhere are lines over the prefix length: `fixed + slope * tokens` seconds, fitted by least
-squares with old observations fading out. Nothing is assumed before there is something to learn from.
+squares of relative errors (a second matters less where many are spent) with old observations fading out. Nothing is
+assumed before there is something to learn from.
 """
 
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ class Line:
     xy: float = 0.0
 
     def observe(self, x: float, y: float) -> None:
-        keep = 1.0 - 1.0 / _MEMORY
-        self.weight = self.weight * keep + 1.0
-        self.x = self.x * keep + x
-        self.y = self.y * keep + y
-        self.xx = self.xx * keep + x * x
-        self.xy = self.xy * keep + x * y
+        keep, counts = 1.0 - 1.0 / _MEMORY, (1.0 + x) ** -2
+        self.weight = self.weight * keep + counts
+        self.x = self.x * keep + counts * x
+        self.y = self.y * keep + counts * y
+        self.xx = self.xx * keep + counts * x * x
+        self.xy = self.xy * keep + counts * x * y
 
     def at(self, x: float) -> float | None:
         """The expected y, never negative; None before the first observation."""
@@ -34,7 +35,11 @@ class Line:
             return None
         spread = self.weight * self.xx - self.x * self.x
         # One length alone tells a level, not a slope; nor does a slope that points down.
-        slope = max(0.0, (self.weight * self.xy - self.x * self.y) / spread) if spread > 1e-9 * self.xx else 0.0
+        slope = (
+            max(0.0, (self.weight * self.xy - self.x * self.y) / spread)
+            if spread > 1e-9 * self.weight * self.xx
+            else 0.0
+        )
         return max(0.0, (self.y - slope * self.x) / self.weight + slope * x)
 
 
