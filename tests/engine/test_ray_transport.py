@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -51,6 +52,15 @@ class Holder:
         return ""
 
 
+def end(holder):
+    """Kill an actor and wait until it is dead: `ray.kill` returns before, and calls made meanwhile still succeed."""
+    ray.kill(holder)
+    deadline = time.monotonic() + 60
+    with pytest.raises(ray.exceptions.RayActorError):
+        while time.monotonic() < deadline:
+            ray.get(holder.read_kv.remote(RolloutId(7)), timeout=60)
+
+
 @pytest.fixture(scope="module")
 def cluster():
     from support import leftovers_collected  # not at the top: actors import this file, and have no tests on their path
@@ -90,6 +100,6 @@ def test_kv_goes_from_node_to_node_and_only_a_reference_comes_by_the_driver(clus
 
     assert asyncio.run(moved(other)) == ""
     assert "251 bytes of KV came, 250 were kept" in asyncio.run(moved(handle))
-    ray.kill(there)
+    end(there)
     with pytest.raises(RemoteError):
         asyncio.run(moved(other))
