@@ -180,6 +180,8 @@ class Instance:
                 answer.keep.close()
             if answer.received is not None:
                 kv.release(answer.received, loaded=bool(answer.token_ids))
+            if late := kv.take(request.rollout):
+                late.memory.close()  # it came when this answer was no longer waited for, and its prefix was computed
         return _result(answer, kept)
 
     async def partials(self) -> list[Partial]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dora_rl.config import RolloutConfig
+from dora_rl.core.messages import ProtocolError
 from dora_rl.core.types import InstanceDescriptor, RolloutId, Version
 from dora_rl.runtime.ports import GenerateRequest, ProcessLost
 from dora_rl.wire.errors import RemoteError
@@ -135,7 +136,8 @@ class InstanceKv:
     async def _close_behind(self, memory: KeptKv) -> None:
         """Close it after the engine has answered a call, which it does between two steps."""
         try:
-            with contextlib.suppress(TimeoutError, ProcessLost):
+            # One that is gone or shut down takes no more steps.
+            with contextlib.suppress(TimeoutError, ProcessLost, ProtocolError):
                 async with asyncio.timeout(self._rollout.no_progress_s):
                     while not await self._passed():
                         pass
