@@ -208,6 +208,15 @@ class ScheduleConfig(Section):
     """How often a thing that fails for reasons of infrastructure is tried before the run stops (or its group fails)."""
 
     @model_validator(mode="after")
+    def _refuse_kv_that_no_answer_would_use(self) -> "ScheduleConfig":
+        if self.kv != "keep" and self.strategy != "partial":
+            raise ConfigError(
+                f"schedule.kv: {self.kv} needs schedule.strategy partial, got {self.strategy!r}; in the others an "
+                "answer's KV is always of its own version"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _refuse_what_cannot_share_devices(self) -> "ScheduleConfig":
         if self.placement == "colocated" and self.strategy not in ("sync", "partial"):
             raise ConfigError(
@@ -284,42 +293,42 @@ class AuditConfig(Section):
 class PaceConfig(Section):
     """Paced emulation: every duration comes from one law, and answers have forced lengths."""
 
-    decode_step_s: float = Field(0.03, gt=0)
+    decode_step_s: float = Field(0.03, gt=0, le=3600)
     """One decode step of an instance..."""
 
-    decode_answer_s: float = Field(0.0, ge=0)
+    decode_answer_s: float = Field(0.0, ge=0, le=3600)
     """...and what every answer that runs on it adds."""
 
-    prefill_token_s: float = Field(0.0, ge=0)
+    prefill_token_s: float = Field(0.0, ge=0, le=3600)
     """One token of a prefix that has to be computed; the instance does nothing else meanwhile."""
 
-    train_token_s: float = Field(0.001, gt=0)
+    train_token_s: float = Field(0.001, gt=0, le=3600)
     """One trained token on one trainer device."""
 
-    trainer_devices: int = Field(1, ge=1)
+    trainer_devices: int = Field(1, ge=1, le=4096)
     """Devices that share the trainer's work."""
 
-    step_s: float = Field(0.0, ge=0)
+    step_s: float = Field(0.0, ge=0, le=3600)
     """The optimizer step."""
 
-    publish_s: float = Field(0.0, ge=0)
+    publish_s: float = Field(0.0, ge=0, le=3600)
     """From the optimizer step to weights that instances can load."""
 
-    load_s: float = Field(0.0, ge=0)
+    load_s: float = Field(0.0, ge=0, le=3600)
     """One instance's change of version."""
 
-    move_s: float = Field(0.0, ge=0)
+    move_s: float = Field(0.0, ge=0, le=3600)
     """Keeping or loading an answer's KV: fixed part..."""
 
-    move_token_s: float = Field(0.0, ge=0)
+    move_token_s: float = Field(0.0, ge=0, le=3600)
     """...and per token of its prefix."""
 
-    prompt_tokens: int = Field(64, ge=1)
-    length_mean: float = Field(40.0, gt=0)
+    prompt_tokens: int = Field(64, ge=1, le=10**6)
+    length_mean: float = Field(40.0, gt=0, le=1e6)
     """Mean answer length in tokens, before the cut."""
-    length_sigma: float = Field(0.99, ge=0)
+    length_sigma: float = Field(0.99, ge=0, le=5)
     """Of the lognormal distribution of lengths."""
-    length_cut: float = Field(12.5, gt=0)
+    length_cut: float = Field(12.5, gt=0, le=1e6)
     """Longest answer, in means."""
 
     early_training: bool = True

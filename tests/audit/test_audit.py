@@ -110,12 +110,22 @@ def test_the_synchronous_strategy_promises_staleness_zero_whatever_the_setting_s
     assert audit_run(tmp_path / "run").c3 == {"bound": 0, "max": 0}
 
 
+def test_what_a_strategy_throws_away_is_counted_where_it_promises_nothing_else(tmp_path):
+    build_run(tmp_path / "run", small_config(strategy="drop_stale", max_staleness_versions=0), CALM)
+    report = audit_run(tmp_path / "run")
+    assert report.verdict == "pass"
+    assert report.c2["dropped"] > 0
+    after_the_last_close = report.c2["running"] + report.c2["ready"]
+    assert report.not_promised == {"C2": report.c2["dropped"] + after_the_last_close}
+
+
 def test_the_report_has_exactly_the_documented_keys_and_reads_well(whole_run):
     report = audit_run(whole_run)
     read = json.loads(report.dumps())
     assert list(read) == ["verdict", "c1", "c2", "c3", "recomputed", "problems", "not_promised", "notes"]
     assert list(read["c2"]) == [
-        *("dispatched", "running", "ready", "seated", "trained", "filtered", "failed", "interrupted", "rolled_back")
+        *("dispatched", "running", "ready", "seated", "trained", "filtered", "failed", "dropped"),
+        *("interrupted", "rolled_back"),
     ]
     assert list(read["c3"]) == ["bound", "max"]
     text = report.to_text().splitlines()

@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dora_rl.config import Config, parse_config
@@ -127,8 +127,10 @@ def test_whatever_happens_the_bound_holds_and_every_group_reaches_an_end(seed: i
     ],
 )
 @given(seed=st.integers(0, 2**32))
+@example(seed=6996)  # the last answer of an instance under KV pressure is thrown away
 def test_every_strategy_comes_to_its_end_within_its_own_bound(strategy: str, placement: str, seed: int) -> None:
-    config, world = draw_run(seed, strategy=strategy, placement=placement, kv="keep" if seed % 2 else "recompute")
+    kv = "recompute" if strategy == "partial" and seed % 2 else "keep"
+    config, world = draw_run(seed, strategy=strategy, placement=placement, kv=kv)
     core, journal = run(config, world)
     assert core.state.stopped is None, core.state.stopped
     ledger = core.state.ledger()

@@ -30,6 +30,7 @@ descriptors = st.builds(
     max_versions=number,
     versions=st.frozensets(st.integers(0, 20), max_size=4),
 )
+GROUPS = ("groups", "trained", "filtered", "failed", "dropped")
 BY_NAME = {
     "at": seconds,
     "busy_s": seconds,
@@ -50,7 +51,7 @@ BY_NAME = {
     "prompts": st.none() | number,
     "parent": st.none() | number,
     "evaluation": number,
-    **{name: st.lists(number, max_size=3).map(tuple) for name in ("groups", "trained", "filtered", "failed")},
+    **{name: st.lists(number, max_size=3).map(tuple) for name in GROUPS},
 }
 
 

@@ -19,7 +19,8 @@ from dora_rl.sim.world import RandomWorld, WorldConfig
 KEYS = [
     *("iteration", "version", "reward/mean", "reward/std"),
     *("completion/length_mean", "completion/length_max", "completion/clipped_share"),
-    *("groups/trained", "groups/filtered", "groups/failed", "staleness/mean", "staleness/max", "staleness/histogram"),
+    *("groups/trained", "groups/filtered", "groups/failed", "groups/dropped"),
+    *("staleness/mean", "staleness/max", "staleness/histogram"),
     *("versions/alive_max", "versions/running_max", "time/iteration_s", "time/exposed_rollout_s"),
     *("idle/trainer_share", "idle/rollout_share", "idle/slots_share", "time/orchestration_share"),
     *("throughput/tokens_per_s", "throughput/trained_tokens_per_s", "throughput/generated_tokens_per_s"),
@@ -130,6 +131,7 @@ def test_the_first_iteration_counts_from_the_runs_start_to_its_step():
         "groups/trained": 1,
         "groups/filtered": 1,
         "groups/failed": 0,
+        "groups/dropped": 0,
         "staleness/mean": 0.0,
         "versions/alive_max": 1,
         "versions/running_max": 1,

@@ -91,7 +91,9 @@ def run(tmp_path: Path, config: Config, **fakes: Any) -> SimpleNamespace:
             hands.begin(prompts=fakes.get("prompts"))
             await asyncio.wait_for(drive(core, hands, inbox, record), 30)
             await hands.stop()
-        return SimpleNamespace(state=core.state, journal=journal, listener=listener, trainer=trainer, engines=engines)
+        return SimpleNamespace(
+            state=core.state, journal=journal, listener=listener, trainer=trainer, engines=engines, hands=hands
+        )
 
     return asyncio.run(main())
 
@@ -116,6 +118,20 @@ def test_the_held_out_prompts_are_answered_before_and_after_sampled_and_greedily
     (before, answers), (after, _) = run(tmp_path, make_config()).listener.evaluations
     assert (before.version, before.iteration, after.version, after.iteration) == (0, 0, 6, 6)
     assert {name: len(scored) for name, scored in answers.items()} == {"sampled": 2, "greedy": 2}
+
+
+def test_what_is_thrown_away_is_named_when_an_iteration_closes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = run(tmp_path, make_config(strategy="drop_stale", max_staleness_versions=0))
+    closes = [command for _, commands in done.journal for command in commands if isinstance(command, m.Close)]
+    dropped = [group for close in closes for group in close.dropped]
+    assert dropped
+    assert len(dropped) == len(set(dropped))
+    asked = {c.rollout for _, cs in done.journal for c in cs if isinstance(c, m.Generate) and c.group in dropped}
+    assert not [rollout for rollout in asked if done.hands.answers.holds(rollout)]
+    with OpenStore(tmp_path / "open.db") as store:
+        assert not set(dropped) & set(store.group_ids())
+    rows = [row for i in range(6) for row in read_iteration(tmp_path / f"{i}.parquet")]
+    assert not set(dropped) & {row.trajectory.group_id for row in rows}
 
 
 def test_a_failed_publication_is_tried_again_and_never_renumbers(tmp_path: Path) -> None:

@@ -189,7 +189,9 @@ def check_ledger(
         by_group.setdefault(one.group, []).append(one)
     for group in history.groups.values():
         rows = by_group.get(group.id, [])
-        if group.closing is not None and (rows or group.closing.iteration in history.written):
+        if group.closing is not None and group.closing.status == "dropped":
+            yield f"C2: group {group.id} was thrown away in iteration {group.closing.iteration}"
+        elif group.closing is not None and (rows or group.closing.iteration in history.written):
             yield from _check_closed(group, rows, group_size=limits.group_size)
         elif group.digest is not None and group.id not in open_groups:
             yield f"C2: group {group.id} was scored and is in no file: not in open.db, not in rollouts/"

@@ -324,7 +324,12 @@ class History:
                 f"C2: group {name} was not both stepped and closed as trained in iteration {iteration}"
             )
         self.closed.add(iteration)
-        ended = (("trained", command.trained), ("filtered", command.filtered), ("failed", command.failed))
+        ended = (
+            ("trained", command.trained),
+            ("filtered", command.filtered),
+            ("failed", command.failed),
+            ("dropped", command.dropped),
+        )
         for status, names in ended:
             for name in names:
                 group = self._group(name)

@@ -93,7 +93,7 @@ def _set_aside(report: Report, config: Config) -> None:
 
 def ledger(history: History) -> dict[str, int]:
     """Where each dispatched group ended, from the journal alone."""
-    ended = ("trained", "filtered", "failed")
+    ended = ("trained", "filtered", "failed", "dropped")
     counts = Counter(
         "interrupted" if history.interrupted and group.status not in ended else group.status
         for group in history.groups.values()

@@ -160,6 +160,8 @@ class Close(Tagged):
     trained: list[int]
     filtered: list[int]
     failed: list[int]
+    dropped: list[int] = []
+    """Not named by journals before there was a strategy that drops."""
 
 
 class Evaluate(Tagged): ...

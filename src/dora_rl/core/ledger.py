@@ -165,7 +165,7 @@ def drop(state: State, group: Group) -> list[tuple[Rollout, InstanceId]]:
         if rollout.instance is not None and rollout.id in state.instances[rollout.instance].running:
             instance = state.instances[rollout.instance]
             running.append((rollout, instance.id))
-            del instance.running[rollout.id]
+            instance.release(rollout.id)
             instance.ending.add((rollout.id, rollout.attempt))
             state.written_off.add((rollout.id, rollout.attempt))
             _leaves_no_more(state, rollout)

@@ -295,6 +295,8 @@ class Close:
     trained: tuple[GroupId, ...]
     filtered: tuple[GroupId, ...]
     failed: tuple[GroupId, ...]
+    dropped: tuple[GroupId, ...] = ()
+    """Thrown away as too old: forgotten, and in no file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -187,9 +187,7 @@ class Orchestrator:
                 f"rollout {event.rollout} is of version {rollout.version}, but version {event.version} answered it"
             )
         instance = state.instances[event.instance]
-        del instance.running[event.rollout]
-        if not instance.running:
-            instance.kv_tokens, instance.pressed = 0, False
+        instance.release(event.rollout)
         self._learn(rollout, event)
         ledger.stop_running(state, rollout)
         rollout.tokens += event.num_tokens

@@ -17,7 +17,7 @@ from dora_rl.core import messages as m
 from dora_rl.core.schedulability import schedulable
 from dora_rl.core.state import Evaluation, Group, Instance, Rollout, State
 from dora_rl.core.strategies import STRATEGIES, stale
-from dora_rl.core.types import GroupStatus, Version
+from dora_rl.core.types import UNTRAINED, GroupStatus, Version
 
 
 class Planner:
@@ -158,7 +158,7 @@ class Planner:
     def close_iteration(self) -> None:
         """Hand over every group that left the ledger since the last iteration closed, to be written."""
         state = self.state
-        left, state.left = state.left, {GroupStatus.FILTERED: [], GroupStatus.FAILED: []}
+        left, state.left = state.left, {status: [] for status in UNTRAINED}
         self.commands.append(
             m.Close(
                 iteration=state.batch.iteration,
@@ -166,6 +166,7 @@ class Planner:
                 trained=tuple(state.batch.groups),
                 filtered=tuple(left[GroupStatus.FILTERED]),
                 failed=tuple(left[GroupStatus.FAILED]),
+                dropped=tuple(left[GroupStatus.DROPPED]),
             )
         )
 

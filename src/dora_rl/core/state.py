@@ -13,6 +13,7 @@ from dora_rl.core.costs import Costs, Line
 from dora_rl.core.types import (
     UNFINISHED,
     UNSEATED,
+    UNTRAINED,
     EvaluationId,
     FinishReason,
     GroupId,
@@ -98,6 +99,12 @@ class Instance:
     def idle(self) -> bool:
         return not self.running and not self.ending and self.loading is None
 
+    def release(self, rollout: RolloutId) -> None:
+        """An answer runs here no more. Where none does, nothing presses: what was reported is out of date."""
+        del self.running[rollout]
+        if not self.running:
+            self.kv_tokens, self.pressed = 0, False
+
 
 @dataclass(slots=True, kw_only=True)
 class Evaluation:
@@ -181,7 +188,7 @@ class State:
         self.unfinished: dict[Version, int] = {}
         """Of these, the ones that still generate or are scored."""
         self.stored: set[Version] = set()
-        self.left: dict[GroupStatus, list[GroupId]] = {GroupStatus.FILTERED: [], GroupStatus.FAILED: []}
+        self.left: dict[GroupStatus, list[GroupId]] = {status: [] for status in UNTRAINED}
         """Groups that left the ledger without training since the last iteration closed."""
 
         self.dispatched = 0

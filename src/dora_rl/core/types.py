@@ -42,6 +42,8 @@ class GroupStatus(StrEnum):
 
 UNFINISHED = (GroupStatus.RUNNING, GroupStatus.PARKED)
 UNSEATED = (GroupStatus.RUNNING, GroupStatus.PARKED, GroupStatus.READY)
+UNTRAINED = (GroupStatus.FILTERED, GroupStatus.FAILED, GroupStatus.DROPPED)
+"""Ends of a group that the iteration's close reports beside those it trained."""
 FINAL = (GroupStatus.TRAINED, GroupStatus.FILTERED, GroupStatus.FAILED, GroupStatus.INTERRUPTED, GroupStatus.DROPPED)
 
 

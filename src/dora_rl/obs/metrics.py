@@ -55,6 +55,7 @@ def iteration_metrics(
         "groups/trained": len(trained),
         "groups/filtered": len(filtered),
         "groups/failed": len(close.failed),
+        "groups/dropped": len(close.dropped),
         "staleness/mean": _mean(staleness),
         "staleness/max": max(staleness, default=None),
         "staleness/histogram": {str(versions): n for versions, n in sorted(Counter(staleness).items())},

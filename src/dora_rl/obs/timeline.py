@@ -48,7 +48,7 @@ class GroupRecord:
     seat: int | None = None
     """The attempt at the batch in which it has a seat."""
     gone: bool = False
-    """It left the ledger: trained, or filtered or failed when it was scored."""
+    """It left the ledger: trained, filtered or failed when it was scored, or dropped."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class Timeline:
         """Drop an iteration and its groups: a run's memory must not grow with its length."""
         close = self.ended(iteration).close
         assert close is not None
-        for group in (*close.trained, *close.filtered, *close.failed):
+        for group in (*close.trained, *close.filtered, *close.failed, *close.dropped):
             del self._groups[group]
         del self._ended[iteration]
 
@@ -183,9 +183,10 @@ class Timeline:
             case Generated():
                 self._finish_segment(event)
             case Scored(group=group, rewards=rewards, error=None):
-                self._groups[group].rewards = rewards
-                if not has_spread(rewards):
-                    self._leave(group)
+                if group in self._groups and not self._groups[group].gone:  # else it was dropped meanwhile
+                    self._groups[group].rewards = rewards
+                    if not has_spread(rewards):
+                        self._leave(group)
             case Accumulated(group=group, attempt=attempt, lost=True):
                 if self._groups[group].seat == attempt:  # else it sat in a batch that is lost anyway
                     self._unseat(group)
@@ -206,8 +207,11 @@ class Timeline:
                 self._leave(group, seat=attempt)
             case Step():
                 self._stepping = command
-            case Close(iteration=iteration) if iteration in self._ended:
-                self._ended[iteration].close = command
+            case Close(iteration=iteration, dropped=dropped):
+                for group in dropped:
+                    self._leave(group)
+                if iteration in self._ended:
+                    self._ended[iteration].close = command
             case _:
                 pass
 
@@ -243,9 +247,9 @@ class Timeline:
         if event.reason == "detached":
             self._detached[event.rollout] = event.kept_bytes
         if command.group is not None:
-            record = self._groups[command.group]
-            record.tokens[command.member] += event.num_tokens
-            record.reasons[command.member] = event.reason
+            if (record := self._groups.get(command.group)) is not None:  # else it was dropped meanwhile
+                record.tokens[command.member] += event.num_tokens
+                record.reasons[command.member] = event.reason
             if self._open is not None:
                 self._open.generated_tokens += event.num_tokens
 

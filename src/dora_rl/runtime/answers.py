@@ -52,15 +52,18 @@ class Answers:
         if answer is not None and answer.command.attempt == partial.attempt and answer.finish_reason is None:
             answer.reported += zip(partial.token_ids, partial.logprobs, strict=True)
 
-    def extend(self, result: GenerateResult, *, now: float) -> None:
-        """A segment ended. Raises ValueError when lists differ in length."""
-        answer = self._answers[result.rollout]
+    def extend(self, result: GenerateResult, *, now: float) -> bool:
+        """A segment ended; False when its group was dropped meanwhile. Raises ValueError if lists differ in length."""
+        answer = self._answers.get(result.rollout)
+        if answer is None:
+            return False
         if len(result.token_ids) != len(result.logprobs):
             raise ValueError(
                 f"rollout {result.rollout}: {len(result.token_ids)} tokens but {len(result.logprobs)} log-probabilities"
             )
         _append(answer, list(zip(result.token_ids, result.logprobs, strict=True)))
         answer.finish_reason, answer.finished_at = result.finish_reason, now
+        return True
 
     def salvage(self, command: Generate, *, now: float) -> int:
         """A segment failed: what it had reported becomes part of the answer. Returns how many tokens that are."""
@@ -81,6 +84,9 @@ class Answers:
         ]
         return tuple((command.rollout, self.salvage(command, now=now)) for command in lost)
 
+    def holds(self, rollout: RolloutId) -> bool:
+        return rollout in self._answers
+
     def of_rollout(self, rollout: RolloutId) -> Answer:
         return self._answers[rollout]
 
@@ -88,9 +94,12 @@ class Answers:
         """The group's answers in the order of its members."""
         return [self._answers[rollout] for _, rollout in sorted(self._groups[group].items())]
 
-    def forget_group(self, group: GroupId) -> None:
-        for rollout in self._groups.pop(group, {}).values():
+    def forget_group(self, group: GroupId) -> list[RolloutId]:
+        """Returns the answers that were forgotten; none when it had been forgotten before."""
+        rollouts = list(self._groups.pop(group, {}).values())
+        for rollout in rollouts:
             del self._answers[rollout]
+        return rollouts
 
     def forget(self, rollout: RolloutId) -> None:
         del self._answers[rollout]

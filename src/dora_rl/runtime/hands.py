@@ -268,9 +268,11 @@ class Hands:
             and forced < self._config.rollout.max_completion_tokens
         ):
             result = replace(result, finish_reason="stop")  # as if it had come to its own end there
-        self.answers.extend(result, now=self.now())
+        wanted = self.answers.extend(result, now=self.now())
         if result.kept is not None:
             self._moves.keep(command.rollout, command.instance, result.kept)
+            if not wanted:
+                await self._moves.drop([command.rollout])
         return m.Generated(
             at=self.now(),
             rollout=command.rollout,
@@ -314,7 +316,8 @@ class Hands:
             for answer, result in zip(answers, results, strict=True)
         ]
         digest = await asyncio.to_thread(self._store.put_group, group)
-        self.answers.forget_group(command.group)
+        if not self.answers.forget_group(command.group):  # dropped while it was scored
+            await asyncio.to_thread(self._store.remove, [command.group])
         await self._moves.drop(answer.command.rollout for answer in answers)
         return m.Scored(
             at=self.now(),
@@ -357,6 +360,8 @@ class Hands:
     async def _close(self, command: m.Close) -> m.Closed:
         report = self._reports.pop(command.iteration, None)
         rows = await asyncio.to_thread(self._write_iteration, command, report)
+        for group in command.dropped:
+            await self._moves.drop(self.answers.forget_group(group))
         self._listener.closed(command, rows, report)
         return m.Closed(at=self.now(), iteration=command.iteration)
 
@@ -380,7 +385,7 @@ class Hands:
             for member in self._store.get_group(group)
         ]
         write_iteration(self._rollouts_folder / f"{command.iteration}.parquet", rows)
-        self._store.remove([*command.trained, *command.filtered, *command.failed])
+        self._store.remove([*command.trained, *command.filtered, *command.failed, *command.dropped])
         return rows
 
     async def _evaluate(self, command: m.Evaluate) -> m.Evaluated:
