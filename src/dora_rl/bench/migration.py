@@ -80,8 +80,8 @@ async def _measure(config: Config) -> list[Point]:
     costs = Costs(moving=Line(), computing=Line())
     for tokens, moved, recomputed in measured:
         for (seconds, _), computed in zip(moved, recomputed, strict=True):
-            costs.moving.observe(tokens, seconds)
-            costs.computing.observe(tokens, computed)
+            costs.moved(tokens, seconds)
+            costs.computed(tokens, computed)
     return [
         Point(
             prefix_tokens=tokens,

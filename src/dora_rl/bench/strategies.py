@@ -40,6 +40,9 @@ TRIES = 3
 SEARCH_SEEDS = 3
 """Runs of each variant: a split that only happens to be good for one run's lengths is not the best one."""
 
+RUN_S = 3600
+"""Limit of one measured run."""
+
 IN_FLIGHT = (0.25, 0.5, 1.0, 2.0)
 """`ready_target_groups` in batches."""
 
@@ -165,7 +168,13 @@ def measured(config: Config, contender: Contender, folder: Path) -> Row:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(dump_config(config), encoding="utf-8")
     command = [sys.executable, "-m", "dora_rl.cli", "train", str(file), "--run-dir", str(folder)]
-    done = subprocess.run(command, timeout=3600, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, timeout=RUN_S, capture_output=True, text=True, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"the paced run of {contender.name} was not done within {RUN_S} s ({' '.join(command)}); the law of [pace] "
+            "makes it too long, or this machine does not keep up: see its journal"
+        ) from error
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or ["it said nothing"]
         raise ConfigError(f"the paced run of {contender.name} failed ({' '.join(command)}): {said[-1]}")
@@ -198,6 +207,8 @@ def bench_strategies(
         raise ConfigError(f"--only got {min(unknown)!r}; one of these is needed: {', '.join(names)}")
     if not all(0 < ratio < 1e6 for ratio in ratios):
         raise ConfigError(f"--ratios needs numbers above 0 and below 1e6, got {', '.join(map(str, ratios))}")
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--run-dir {folder} is taken; name a new folder for the measured runs")
     chosen = [contender for contender in CONTENDERS if not only or contender.name in only]
     say(
         f"the best of every split of {devices(config)} devices (rollout + trainer) and every limit of groups that may "

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         default=[],
         metavar="X",
-        help="simulate training that costs X times as much too",
+        help="also search where training costs X times as much, in the simulator (a minute for each X)",
     )
     strategies.add_argument("--json", action="store_true", help="print rows, runs, sweep and ratios as JSON")
     strategies.set_defaults(run=_bench_strategies)

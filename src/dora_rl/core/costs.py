@@ -7,8 +7,11 @@ assumed before there is something to learn from.
 
 from dataclasses import dataclass
 
-_MEMORY = 64
-"""Observations after which one has faded to 1/e."""
+_MEMORY = 128
+"""Observations, of either way, after which one has faded to 1/e."""
+
+_TRY_AGAIN = 128
+"""Decisions after which the way never chosen is taken once: a single bad measurement must not last for ever."""
 
 
 @dataclass(slots=True)
@@ -22,12 +25,22 @@ class Line:
     xy: float = 0.0
 
     def observe(self, x: float, y: float) -> None:
-        keep, counts = 1.0 - 1.0 / _MEMORY, (1.0 + x) ** -2
-        self.weight = self.weight * keep + counts
-        self.x = self.x * keep + counts * x
-        self.y = self.y * keep + counts * y
-        self.xx = self.xx * keep + counts * x * x
-        self.xy = self.xy * keep + counts * x * y
+        self.fade()
+        counts = (1.0 + x) ** -2
+        self.weight += counts
+        self.x += counts * x
+        self.y += counts * y
+        self.xx += counts * x * x
+        self.xy += counts * x * y
+
+    def fade(self) -> None:
+        """Something else was observed: all that is known here counts a little less beside what will come."""
+        keep = 1.0 - 1.0 / _MEMORY
+        self.weight *= keep
+        self.x *= keep
+        self.y *= keep
+        self.xx *= keep
+        self.xy *= keep
 
     def at(self, x: float) -> float | None:
         """The expected y, never negative; None before the first observation."""
@@ -50,10 +63,33 @@ class Costs:
     computing: Line
     """The first token of a next segment that computes its prefix again."""
 
+    not_moved: int = _TRY_AGAIN
+    """Decisions since the last for moving KV."""
+    not_computed: int = _TRY_AGAIN
+    """Decisions since the last for computing again."""
+
+    def moved(self, tokens: float, seconds: float) -> None:
+        self.moving.observe(tokens, seconds)
+        self.computing.fade()
+
+    def computed(self, tokens: float, seconds: float) -> None:
+        self.computing.observe(tokens, seconds)
+        self.moving.fade()
+
     def keep_pays(self, tokens: float) -> bool:
-        """Whether a prefix of this length is sooner moved than computed again; unknown ones are tried."""
+        """Whether a prefix of this length is sooner moved than computed again; moved while one of them is unknown."""
         moving, computing = self.moving.at(tokens), self.computing.at(tokens)
         return moving is None or computing is None or moving <= computing
+
+    def choose_keep(self, tokens: float) -> bool:
+        """The sooner way, or the one that has not been taken for long."""
+        if self.not_moved >= _TRY_AGAIN or self.not_computed >= _TRY_AGAIN:
+            return self.not_moved >= _TRY_AGAIN
+        return self.keep_pays(tokens)
+
+    def chosen(self, *, keep: bool) -> None:
+        self.not_moved = 0 if keep else self.not_moved + 1
+        self.not_computed = self.not_computed + 1 if keep else 0
 
     def of_move(self, tokens: float) -> float:
         """Seconds that an answer stands still when it continues elsewhere, the cheaper way; 0: nothing is known."""

@@ -214,9 +214,9 @@ class Orchestrator:
         if event.num_tokens:
             state.sampling.observe(event.at - rollout.started, event.num_tokens)
         if event.recomputed_tokens:
-            state.costs.computing.observe(event.recomputed_tokens, event.resume_s)
+            state.costs.computed(event.recomputed_tokens, event.resume_s)
         elif event.loaded_tokens:
-            state.costs.moving.observe(event.loaded_tokens, rollout.keep_s + event.resume_s)
+            state.costs.moved(event.loaded_tokens, rollout.keep_s + event.resume_s)
 
     def _detached(self, event: m.Detached) -> None:
         """The instance was told, or could not be: then the segment goes on to its own end."""

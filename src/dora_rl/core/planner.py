@@ -226,12 +226,18 @@ class Planner:
     def _move(self, instance: Instance) -> None:
         """Tell an instance to give up answers that are better continued elsewhere."""
         for rollout in policy.choose_moves(self.state, instance):
-            self._detach(rollout, keep=policy.keep_pays(self.state, rollout))
+            self._send_on(rollout)
 
     def _relieve(self, instance: Instance) -> None:
         if instance.pressed and not any(self.state.rollouts[r].detaching for r in instance.running):
             for rollout in policy.choose_relief(self.state, instance):
-                self._detach(rollout, keep=policy.keep_pays(self.state, rollout))
+                self._send_on(rollout)
+
+    def _send_on(self, rollout: Rollout) -> None:
+        """Have it leave, with its KV or without, as is sooner."""
+        keep = policy.choose_keep(self.state, rollout)
+        self.state.costs.chosen(keep=keep)
+        self._detach(rollout, keep=keep)
 
     def _detach(self, rollout: Rollout, *, keep: bool) -> None:
         assert rollout.instance is not None, f"rollout {rollout.id} runs nowhere"

@@ -201,9 +201,9 @@ def choose_relief(state: State, instance: Instance) -> list[Rollout]:
     return running[: max(0, min(len(running) - 1, round(excess / max(1.0, share))))]
 
 
-def keep_pays(state: State, rollout: Rollout) -> bool:
+def choose_keep(state: State, rollout: Rollout) -> bool:
     """Whether to keep the KV of an answer that leaves its instance, rather than compute its prefix again."""
-    return state.kept_bytes < state.kept_bytes_limit and state.costs.keep_pays(state.tokens_now(rollout))
+    return state.kept_bytes < state.kept_bytes_limit and state.costs.choose_keep(state.tokens_now(rollout))
 
 
 def choose_drain(state: State) -> tuple[InstanceId, Version] | None:

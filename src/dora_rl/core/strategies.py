@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dora_rl.core.schedulability import schedulable
 from dora_rl.core.state import Group, State
-from dora_rl.core.types import GroupStatus, Version
+from dora_rl.core.types import UNSEATED, GroupStatus, Version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +71,12 @@ def _next_batch_lacks(state: State, version: Version) -> bool:
 
 
 def _slots_are_free(state: State, version: Version) -> bool:
-    """Always, while few enough are ready: what grows too old is thrown away."""
-    return version == state.published and _few_ready(state) and _young_enough(state, version)
+    """Always, while few enough are complete: what grows too old is thrown away.
+
+    Those being scored count too: no deadline holds them back, and a slow reward would have them grow without end.
+    """
+    complete = sum(group.status in UNSEATED and not group.unfinished for group in state.groups.values())
+    return version == state.published and complete < state.config.ready_target and _young_enough(state, version)
 
 
 def _young_enough(state: State, version: Version) -> bool:

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from dora_rl.config import RolloutConfig
@@ -61,16 +62,18 @@ class InstanceKv:
 
         With a handle the memory stays until `drop`; otherwise it is the caller's to close.
         """
-        facts: list[Any] = [None]
+        facts: list[Any] = []
+        # By rank: tokens, bytes and checksum of what it has written; each is told once.
         # The segment is complete whatever becomes of its KV, even if the engine is gone.
         with contextlib.suppress(TimeoutError, RemoteError):
             async with asyncio.timeout(self._rollout.move_timeout_s):
                 if not aborted:
                     await self._ask("forget_kv", name)
                 # Each call waits for the engine's next step, in which it writes.
-                while aborted and any(one is None for one in facts):
-                    facts = await self._ask("kept_kv", name)
-        if any(one is None or one[0] == 0 for one in facts):
+                while aborted and (not facts or None in facts):
+                    news = await self._ask("kept_kv", name)
+                    facts = [one if one is not None else new for one, new in zip_longest(facts, news)]
+        if not facts or any(one is None or one[0] == 0 for one in facts):
             return None
         self._kept[request.rollout] = memory
         tokens = [*request.prompt_token_ids, *request.completion_token_ids, *sampled]
