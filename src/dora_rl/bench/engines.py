@@ -46,7 +46,7 @@ class EnginePool:
 
     def __init__(self, config: Config, model_dir: Path) -> None:
         self._config = config
-        self._model_dir = model_dir
+        self.model_dir = model_dir
         self._transport = MemoryTransport()
         trainer = Trainer(config, model_dir)
         self._manifest: Manifest = write_version(
@@ -59,7 +59,7 @@ class EnginePool:
         engine = Engine(self._transport)
         self.running.append(engine)
         name, config = InstanceId(f"engine-{next(_names)}"), self._config
-        described = await engine.start(name, str(self._model_dir), rollout, config.model.dtype, config.run.seed)
+        described = await engine.start(name, str(self.model_dir), rollout, config.model.dtype, config.run.seed)
         engine.kv_capacity = described.kv_capacity_tokens
         await engine.load(self._manifest)
         return engine

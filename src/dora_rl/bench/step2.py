@@ -11,9 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-
 from dora_rl.bench import evidence
+from dora_rl.bench.chance import chi_square, drawn_from
 from dora_rl.bench.engines import VERSION, Engine, EnginePool, MovingAnswer, engine_pool
 from dora_rl.bench.means import Figures, Lines, above, at_least, at_most, exactly, train
 from dora_rl.bench.timelines import plot_timelines
@@ -85,18 +84,25 @@ def sampled_moves() -> Figures:
         pair = [await engines.start(rollout), await engines.start(rollout)]
         rng, prompt = Random(1), (5, 9, 11, 3, 7)
         stay, go = Counter[int](), Counter[int]()
+        moved: list[tuple[list[int], int]] = []
         while sum(go.values()) < 22_000:
             staying = [MovingAnswer(prompt, 90) for _ in range(14)]
             going = [MovingAnswer(prompt, 90) for _ in range(14)]
             await asyncio.gather(*(one.run(pair[0]) for one in staying))
-            await asyncio.gather(*(one.travel(pair, [rng.randint(1, 80)]) for one in going))
+            cuts = [rng.randint(1, 80) for _ in going]
+            await asyncio.gather(*(one.travel(pair, [cut]) for one, cut in zip(going, cuts, strict=True)))
+            moved += [(one.token_ids, cut) for one, cut in zip(going, cuts, strict=True)]
             stay.update(token for one in staying for token in one.token_ids)
             go.update(token for one in going for token in one.token_ids)
-        p = chi_square(stay, go)
         return {
             "checks": [
                 at_least("tokens of moved answers", sum(go.values()), 20_000),
-                above("chi-square test of equal frequencies, p", p, 0.01),
+                above("chi-square test of equal frequencies, p", chi_square(stay, go), 0.01),
+                above(
+                    "tokens after the move, against the model itself, p",
+                    drawn_from(engines.model_dir, prompt, moved),
+                    0.01,
+                ),
             ]
         }
 
@@ -303,22 +309,6 @@ async def _kill(victim: Engine, other: Engine, rng: Random) -> tuple[int, int]:
             await one.move(victim, other)
     await asyncio.gather(*(one.run(other) for one in answers if not one.done))
     return sum(one.done and one.versions == {VERSION} for one in answers), flying
-
-
-def chi_square(first: Counter[int], second: Counter[int]) -> float:
-    """p of Pearson's test that two samples of tokens come from one distribution; rare tokens are put together."""
-    tokens = sorted({*first, *second}, key=lambda token: -(first[token] + second[token]))
-    common = [token for token in tokens if first[token] + second[token] >= 20]
-    columns = []
-    for counts in (first, second):
-        rest = sum(counts.values()) - sum(counts[token] for token in common)
-        columns.append([*(counts[token] for token in common), rest])
-    table = torch.tensor(columns, dtype=torch.float64)
-    table = table[:, table.sum(0) > 0]
-    expected = table.sum(1, keepdim=True) * table.sum(0, keepdim=True) / table.sum()
-    statistic = ((table - expected) ** 2 / expected).sum()
-    freedom = torch.tensor(float(table.shape[1] - 1), dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
 def _memory() -> int:
