@@ -72,9 +72,9 @@ def functions(tmp_path_factory):
 
 
 @asynccontextmanager
-async def pool(*specs, timeout_s=30.0, workers=1):
+async def pool(*specs, timeout_s=30.0, workers=1, stop_on_error=False):
     """With a deadline: a pool that hangs is a failure of the test, not of the patience of whoever runs it."""
-    opened = RewardPool(specs, workers=workers, timeout_s=timeout_s)
+    opened = RewardPool(specs, workers=workers, timeout_s=timeout_s, decode=str, stop_on_error=stop_on_error)
     try:
         async with asyncio.timeout(120):
             yield opened
@@ -137,6 +137,15 @@ def test_an_exception_costs_the_group_its_rewards_and_names_function_and_row(fun
         assert all("reward function parse raised on row 1: ValueError" in result.note for result in broken)
         assert all("\n" not in result.note for result in broken)
         assert [result.value for result in whole] == [1.0, 2.0]
+
+    asyncio.run(story())
+
+
+def test_an_exception_is_an_error_where_the_run_is_to_stop_at_it(functions):
+    async def story():
+        async with pool(f"{functions}:parse", stop_on_error=True) as opened:
+            with pytest.raises(RemoteError, match="reward function parse raised on row 1"):
+                await score(opened, "1", "one")
 
     asyncio.run(story())
 

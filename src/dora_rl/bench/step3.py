@@ -1,0 +1,183 @@
+"""What step 3 must show, line by line: bad input is met early, foreign rewards and data train, every end is clean."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dora_rl.audit.history import AuditError
+from dora_rl.audit.judge import audit_run
+from dora_rl.bench.bad_inputs import BAD_INPUTS, Answer, BadInput, ask, page
+from dora_rl.bench.means import Figures, Lines, at_least, at_most, exactly
+from dora_rl.obs.folder import RunFolder
+
+WORK = Path("runs/accept-3")
+PAGE = Path("docs/errors.md")
+TINY = "examples/tiny.toml"
+MARK = "DORA_RL_ENDING"
+"""An environment variable by which an ended run's processes are found."""
+SUMS = [
+    {
+        "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
+        "data_source": "sums",
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+        "extra_info": {"index": 10 * a + b},
+    }
+    for a in range(10)
+    for b in range(10)
+]
+"""As verl's Parquet files have them."""
+
+
+def errors() -> Figures:
+    """Every bad input, run; docs/errors.md is what they answered."""
+    folder = WORK / "errors"
+    shutil.rmtree(folder, ignore_errors=True)
+
+    def one(numbered: tuple[int, BadInput]) -> Answer:
+        number, bad = numbered
+        return ask(bad, folder / str(number))
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(one, enumerate(BAD_INPUTS)))
+    asked = list(zip(BAD_INPUTS, answers, strict=True))
+    PAGE.write_text(page(asked), encoding="utf-8")
+    wrong = {
+        bad.what: {"status": answer.status, "said": list(answer.lines), "run left": answer.run_left}
+        for bad, answer in asked
+        if not answer.good
+    }
+    return {
+        "checks": [
+            at_least("bad inputs", len(asked), 50),
+            exactly("answered otherwise than by one line and status 2, or with a folder left", len(wrong), 0),
+        ],
+        "wrong": wrong,
+    }
+
+
+def foreign() -> Figures:
+    """Four rewards and two files of other systems, three iterations each."""
+    shutil.rmtree(WORK / "foreign", ignore_errors=True)
+    folder = (WORK / "foreign").resolve()
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(SUMS), folder / "verl.parquet")
+    rows = [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in SUMS]  # type: ignore[index]
+    (folder / "trl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    verl = ("data.source=parquet", f"data.path={folder}/verl.parquet", "data.answer_column=reward_model.ground_truth")
+    trl = ("data.source=jsonl", f"data.path={folder}/trl.jsonl")
+    checks = []
+    for function, data in (("brief", trl), ("compute_score", verl), ("digits_reward_fn", trl), ("reward_func", trl)):
+        run = folder / function
+        sets = ("run.iterations=3", "eval.prompts=0", f"reward.functions=['foreign_rewards:{function}']", *data)
+        done = _train(run, *sets)
+        checks.append(exactly(f"{function}: exit status", done.returncode, 0))
+        lines = RunFolder(run).read_metrics()
+        checks.append(exactly(f"{function}: iterations", len(lines), 3))
+        judged = [line["reward/mean"] for line in lines if line["reward/mean"] is not None]
+        checks.append(exactly(f"{function}: iterations with rewards", len(judged), 3))
+    return {"checks": checks}
+
+
+def endings() -> Figures:
+    """Ten Ctrl-C and ten kills of the driver, each at a random moment of the tiny run."""
+    rng = Random(0)
+    figures: dict[str, list[float]] = {"interrupted": [], "killed": []}
+    statuses, left, shared, unread = [], 0, 0, 0
+    for number in range(20):
+        interrupt = number % 2 == 0
+        run = WORK / "endings" / str(number)
+        shutil.rmtree(run, ignore_errors=True)
+        before = _shared()
+        marked = {**os.environ, MARK: str(number)}
+        process = subprocess.Popen(_command(run, "run.iterations=500"), env=marked, stdout=subprocess.DEVNULL)
+        time.sleep(rng.uniform(2, 60))
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT if interrupt else signal.SIGKILL)
+        process.wait(60)
+        seconds = time.monotonic() - began
+        if interrupt:
+            statuses.append(process.returncode)
+        alive = _wait_gone(str(number), 30 if not interrupt else 5)
+        left += len(alive)
+        print(
+            f"  {number}: {'Ctrl-C' if interrupt else 'SIGKILL'}, status {process.returncode}, left {alive}", flush=True
+        )
+        figures["interrupted" if interrupt else "killed"].append(seconds if interrupt else time.monotonic() - began)
+        shared += len(_shared() - before)
+        unread += not _readable(run)
+    return {
+        "checks": [
+            exactly("Ctrl-C that ended with another status than 130", sum(status != 130 for status in statuses), 0),
+            at_most("longest end after Ctrl-C, seconds", max(figures["interrupted"]), 15),
+            at_most("longest until nothing was left after a kill, seconds", max(figures["killed"]), 30),
+            exactly("processes left", left, 0),
+            exactly("pieces of shared memory left", shared, 0),
+            exactly("folders in which something half-written passes for whole", unread, 0),
+        ],
+        "seconds": figures,
+    }
+
+
+LINES: Lines = {
+    "errors": (errors, "bad input gets one line and exit status 2 before any engine starts"),
+    "foreign": (foreign, "rewards and data of other systems train as they are"),
+    "endings": (endings, "however a run ends, nothing is left behind and nothing half-written passes for whole"),
+}
+
+# --- means -----------------------------------------------------------------------------------------------------------
+
+
+def _command(run: Path, *sets: str) -> list[str]:
+    settings = [part for setting in sets for part in ("--set", setting)]
+    return [sys.executable, "-m", "dora_rl.cli", "train", TINY, "--run-dir", str(run), *settings]
+
+
+def _train(run: Path, *sets: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": "examples"}
+    return subprocess.run(_command(run, *sets), env=environment, text=True, timeout=600, check=False)
+
+
+def _marked(number: str) -> list[psutil.Process]:
+    """Every living process that this run started, whoever its parent is by now: each inherits the mark."""
+    marked = []
+    for one in psutil.process_iter():
+        try:
+            if one.environ().get(MARK) == number and one.status() != psutil.STATUS_ZOMBIE:
+                marked.append(one)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return marked
+
+
+def _wait_gone(number: str, seconds: float) -> list[str]:
+    """The names of what lives after `seconds`."""
+    until = time.monotonic() + seconds
+    while (alive := _marked(number)) and time.monotonic() < until:
+        psutil.wait_procs(alive, timeout=until - time.monotonic())
+    return [one.name() for one in alive]
+
+
+def _shared() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def _readable(run: Path) -> bool:
+    """A run that never began, or whose records hold together as far as they go."""
+    if not (run / "journal.jsonl").exists():
+        return True
+    try:
+        return audit_run(run).verdict == "pass"
+    except AuditError:
+        return False
