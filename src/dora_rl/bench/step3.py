@@ -1,5 +1,6 @@
 """What step 3 must show, line by line: bad input is met early, foreign rewards and data train, every end is clean."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,13 +20,12 @@ from dora_rl.audit.history import AuditError
 from dora_rl.audit.judge import audit_run
 from dora_rl.bench.bad_inputs import BAD_INPUTS, Answer, BadInput, ask, page
 from dora_rl.bench.means import Figures, Lines, at_least, at_most, exactly
+from dora_rl.cli.guardian import adopt_orphans
 from dora_rl.obs.folder import RunFolder
 
 WORK = Path("runs/accept-3")
 PAGE = Path("docs/errors.md")
 TINY = "examples/tiny.toml"
-MARK = "DORA_RL_ENDING"
-"""An environment variable by which an ended run's processes are found."""
 SUMS = [
     {
         "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
@@ -91,37 +91,39 @@ def foreign() -> Figures:
 
 
 def endings() -> Figures:
-    """Ten Ctrl-C and ten kills of the driver, each at a random moment of the tiny run."""
+    """Ten Ctrl-C and ten kills, of the driver and of its guardian in turns, each at a random moment of the tiny run."""
+    adopt_orphans()
     rng = Random(0)
-    figures: dict[str, list[float]] = {"interrupted": [], "killed": []}
-    statuses, left, shared, unread = [], 0, 0, 0
+    figures: dict[str, list[float]] = {how: [] for how in ("Ctrl-C", "driver killed", "guardian killed")}
+    statuses: list[int] = []
+    left, shared, unread = 0, 0, 0
     for number in range(20):
-        interrupt = number % 2 == 0
+        how = ("Ctrl-C", "driver killed", "Ctrl-C", "guardian killed")[number % 4]
         run = WORK / "endings" / str(number)
         shutil.rmtree(run, ignore_errors=True)
         before = _shared()
-        marked = {**os.environ, MARK: str(number)}
-        process = subprocess.Popen(_command(run, "run.iterations=500"), env=marked, stdout=subprocess.DEVNULL)
+        guardian = subprocess.Popen(_command(run, "run.iterations=500"), stdout=subprocess.DEVNULL)
         time.sleep(rng.uniform(2, 60))
+        (driver,) = psutil.Process(guardian.pid).children()
         began = time.monotonic()
-        process.send_signal(signal.SIGINT if interrupt else signal.SIGKILL)
-        process.wait(60)
+        if how == "driver killed":
+            driver.kill()
+        else:
+            guardian.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGKILL)
+        guardian.wait(60)
+        alive = _wait_gone(30 - (time.monotonic() - began))
         seconds = time.monotonic() - began
-        if interrupt:
-            statuses.append(process.returncode)
-        alive = _wait_gone(str(number), 30 if not interrupt else 5)
-        left += len(alive)
-        print(
-            f"  {number}: {'Ctrl-C' if interrupt else 'SIGKILL'}, status {process.returncode}, left {alive}", flush=True
-        )
-        figures["interrupted" if interrupt else "killed"].append(seconds if interrupt else time.monotonic() - began)
-        shared += len(_shared() - before)
-        unread += not _readable(run)
+        figures[how].append(seconds)
+        if how == "Ctrl-C":
+            statuses.append(guardian.returncode)
+        left, shared, unread = left + len(alive), shared + len(_shared() - before), unread + (not _readable(run))
+        print(f"  {number}: {how}, status {guardian.returncode}, {seconds:.1f} s, left: {alive}", flush=True)
     return {
         "checks": [
             exactly("Ctrl-C that ended with another status than 130", sum(status != 130 for status in statuses), 0),
-            at_most("longest end after Ctrl-C, seconds", max(figures["interrupted"]), 15),
-            at_most("longest until nothing was left after a kill, seconds", max(figures["killed"]), 30),
+            at_most("longest end after Ctrl-C, seconds", max(figures["Ctrl-C"]), 15),
+            at_most("longest until nothing was left of a killed driver, seconds", max(figures["driver killed"]), 30),
+            at_most("the same of a killed guardian", max(figures["guardian killed"]), 30),
             exactly("processes left", left, 0),
             exactly("pieces of shared memory left", shared, 0),
             exactly("folders in which something half-written passes for whole", unread, 0),
@@ -149,24 +151,21 @@ def _train(run: Path, *sets: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(_command(run, *sets), env=environment, text=True, timeout=600, check=False)
 
 
-def _marked(number: str) -> list[psutil.Process]:
-    """Every living process that this run started, whoever its parent is by now: each inherits the mark."""
-    marked = []
-    for one in psutil.process_iter():
-        try:
-            if one.environ().get(MARK) == number and one.status() != psutil.STATUS_ZOMBIE:
-                marked.append(one)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return marked
-
-
-def _wait_gone(number: str, seconds: float) -> list[str]:
-    """The names of what lives after `seconds`."""
+def _wait_gone(seconds: float) -> list[str]:
+    """The names of what lives after `seconds` of all that this process started or adopted."""
     until = time.monotonic() + seconds
-    while (alive := _marked(number)) and time.monotonic() < until:
-        psutil.wait_procs(alive, timeout=until - time.monotonic())
+    while (alive := _alive()) and time.monotonic() < until:
+        psutil.wait_procs(alive, timeout=0.2)
     return [one.name() for one in alive]
+
+
+def _alive() -> list[psutil.Process]:
+    alive = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if one.status() != psutil.STATUS_ZOMBIE:
+                alive.append(one)
+    return alive
 
 
 def _shared() -> set[str]:

@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dora_rl import __version__
+from dora_rl.cli.guardian import guarded
 from dora_rl.config import Config, ConfigError, load_config
+
+
+def run() -> int:
+    """What the shell calls."""
+    return guarded(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
