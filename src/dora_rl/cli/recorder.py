@@ -14,11 +14,11 @@ from dora_rl.cli.screen import Screen
 from dora_rl.config import Config, config_hash
 from dora_rl.core import messages as m
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.types import GroupId, InstanceId, Sampling
+from dora_rl.core.types import GroupId, InstanceId, Sampling, Version
 from dora_rl.obs.console import HEADER, evaluation_text, iteration_line, summary, time_left
 from dora_rl.obs.folder import RunFolder
 from dora_rl.obs.journal import JournalHeader, JournalWriter
-from dora_rl.obs.live import InstanceView, Snapshot
+from dora_rl.obs.live import InstanceView, Snapshot, VersionView
 from dora_rl.obs.metrics import evaluation_line, iteration_metrics
 from dora_rl.obs.timeline import Timeline
 from dora_rl.runtime.hands import ScoredAnswer
@@ -66,7 +66,8 @@ class Recorder:
         self._last: Mapping[str, Any] = {}
         self._held_out = ""
         self._finished: Counter[InstanceId] = Counter()
-        """Answers that came to their end, by instance."""
+        self._finished_of: Counter[Version] = Counter()
+        """Answers that came to their end, by instance and by version."""
         self._largest_canary: float | None = None
         self._fallbacks: Counter[str] = Counter()
         self._notes: set[str] = set()
@@ -87,6 +88,7 @@ class Recorder:
         self._timeline.record(event, commands)
         if isinstance(event, m.Generated) and event.reason in ("stop", "length"):
             self._finished[event.instance] += 1
+            self._finished_of[event.version] += 1
         self._screen.show(self._snapshot)
         if isinstance(event, m.InstanceJoined) and event.descriptor.slots < self._config.rollout.slots:
             self._out(
@@ -183,6 +185,7 @@ class Recorder:
             elapsed_s=time.monotonic() - self._began,
             left_s=time_left(self._iteration_s, iterations=iterations),
             instances=views,
+            versions=self._versions(),
             seated=len(state.batch.groups),
             batch=state.batch.size,
             ready=len(state.ready),
@@ -194,6 +197,17 @@ class Recorder:
             trainer_waits=last.get("idle/trainer_share"),
             rollout_idle=last.get("idle/rollout_share"),
         )
+
+    def _versions(self) -> list[VersionView]:
+        state = self._core.state
+        running = Counter(state.rollouts[r].version for one in state.instances.values() for r in one.running)
+        waiting: Counter[Version] = Counter()
+        for queues in (state.waiting, state.evaluating):
+            waiting.update({version: len(queue) for version, queue in queues.items()})
+        return [
+            VersionView(version=v, running=running[v], waiting=waiting[v], finished=self._finished_of[v])
+            for v in sorted({*running, *waiting})
+        ]
 
     def close(self) -> None:
         self._journal.close()

@@ -23,6 +23,15 @@ class InstanceView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VersionView:
+    version: int
+    running: int
+    waiting: int
+    """Answers that have begun or may begin, and have no slot."""
+    finished: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
     """A run at one moment; None: not known yet."""
 
@@ -31,6 +40,8 @@ class Snapshot:
     elapsed_s: float
     left_s: float | None
     instances: Sequence[InstanceView]
+    versions: Sequence[VersionView]
+    """Those with answers that have not ended."""
     seated: int
     """Groups with a seat in the batch that is being collected."""
     batch: int
@@ -51,7 +62,9 @@ class Snapshot:
 
 
 def picture(now: Snapshot) -> RenderableType:
-    return Group(_progress(now), _figures(now), _instances(now))
+    tables = Table.grid(padding=(0, 6))
+    tables.add_row(_instances(now), _versions(now))
+    return Group(_progress(now), _figures(now), tables)
 
 
 def _progress(now: Snapshot) -> RenderableType:
@@ -91,6 +104,15 @@ def _instances(now: Snapshot) -> RenderableType:
             ProgressBar(total=one.slots, completed=one.running, width=16),
             str(one.finished),
         )
+    return table
+
+
+def _versions(now: Snapshot) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("version", "running", "waiting", "finished"):
+        table.add_column(column, justify="right")
+    for one in now.versions:
+        table.add_row(str(one.version), str(one.running), str(one.waiting), str(one.finished))
     return table
 
 
