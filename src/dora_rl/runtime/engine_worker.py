@@ -33,10 +33,6 @@ class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are u
     OpenMP variables; those are set before the engine starts.
     """
 
-    def _init_executor(self) -> None:
-        end_with_owner()
-        super()._init_executor()
-
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         began = time.monotonic()
         output = super().execute_model(scheduler_output, non_block)
@@ -49,11 +45,7 @@ class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are u
 
 
 class ManyProcesses(MultiprocExecutor):  # type: ignore[misc]
-    """The model is split over several GPUs; vLLM's own pipes end its workers with the engine."""
-
-    def _init_executor(self) -> None:
-        end_with_owner()
-        super()._init_executor()
+    """The model is split over several GPUs, each with a process."""
 
 
 class WorkerExtension:
@@ -90,10 +82,14 @@ def end_with_owner() -> None:
 
     A signal at the parent's death (prctl) would not do: it fires when the *thread* that forked ends.
     """
-    owner = int(os.environ[OWNER_VARIABLE])
-    if os.getppid() != owner:
-        os.kill(os.getpid(), signal.SIGKILL)  # it died while this process was starting
-    descriptor = os.pidfd_open(owner)
+    owner = int(os.environ.get(OWNER_VARIABLE, os.getpid()))
+    if owner == os.getpid():
+        return  # the instance itself
+    try:
+        descriptor = os.pidfd_open(owner)
+    except ProcessLookupError:  # it was killed while this process was starting
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
     threading.Thread(target=_wait_then_die, args=(descriptor,), name="end-with-owner", daemon=True).start()
 
 
@@ -102,3 +98,8 @@ def _wait_then_die(descriptor: int) -> None:
     ended.register(descriptor, select.POLLIN)
     ended.poll()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# At import, when the first class of this module arrives in an engine's process: later, that would wait for its instance
+# to say how it should start, for five minutes if it is gone.
+end_with_owner()
