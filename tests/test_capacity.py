@@ -2,7 +2,15 @@
 
 import pytest
 
-from dora_rl.cli.capacity import GIB, Machine, check_capacity, memory_parts, shared_bytes
+from dora_rl.cli.capacity import (
+    GIB,
+    Machine,
+    check_capacity,
+    check_kv_cache,
+    kv_token_bytes,
+    memory_parts,
+    shared_bytes,
+)
 from dora_rl.config import ConfigError, parse_config
 
 LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, shared_bytes=4 * GIB)
@@ -40,6 +48,16 @@ def test_every_instance_costs_its_weights_and_its_cache() -> None:
 def test_the_store_holds_all_versions_that_may_be_asked_for() -> None:
     assert shared_bytes(config(), weight_bytes=GIB) == 5 * GIB
     assert shared_bytes(config(), weight_bytes=1) == 256 * 2**20
+
+
+def test_a_kv_cache_that_holds_no_whole_answer_is_refused_with_the_least_that_does() -> None:
+    facts = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 128, "num_key_value_heads": 2}
+    assert kv_token_bytes(facts, "float32") == 2 * 4 * 2 * 32 * 4
+    assert kv_token_bytes(facts, "bfloat16") == 2 * 4 * 2 * 32 * 2
+    assert kv_token_bytes({"model_type": "of another kind"}, "float32") == 0
+    with pytest.raises(ConfigError, match=r"holds 0 tokens of this model, .* raise it to 0.0012 or more"):
+        check_kv_cache(config(kv_cache_gib=1e-5), facts)
+    check_kv_cache(config(kv_cache_gib=0.0012), facts)
 
 
 def test_this_machine_says_what_it_has() -> None:

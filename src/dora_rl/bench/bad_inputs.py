@@ -94,6 +94,7 @@ BAD_INPUTS: Sequence[BadInput] = (
     _set("a block that the CPU cannot read", "rollout.block_tokens=7"),
     _set("answers of no length", "rollout.max_completion_tokens=0"),
     _set("answers longer than the model reads", "rollout.max_completion_tokens=1000000"),
+    _set("a KV cache that holds no whole answer", "rollout.kv_cache_gib=0.0001"),
     _set("no instances", "rollout.instances=0"),
     _set("a learning rate of 0", "train.learning_rate=0"),
     _set("an infinite learning rate", "train.learning_rate=inf"),

@@ -6,19 +6,22 @@
                    + kept KV + 0.3 GiB a reward worker + 0.5 GiB for Ray
     /dev/shm       weights of K + 3 versions, at least 256 MiB
     GPUs           instances * gpus_per_instance
+    KV cache       one answer with its prompt, in whole blocks (on the CPU; a GPU's is what is left of its memory)
 
 On a cluster (RAY_ADDRESS) nobody knows yet which machine a process will run on, so nothing is checked there.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dora_rl.config import Config, ConfigError
+from dora_rl.config import Config, ConfigError, RolloutConfig
 
 GIB = 2**30
 CROWDED = 8
@@ -83,6 +86,34 @@ def check_capacity(config: Config, *, weight_bytes: int, vocabulary: int, machin
             f"{config.schedule.max_staleness_versions + 3} versions, /dev/shm has {there.shared_bytes / GIB:.1f} GiB "
             "free; enlarge it (docker run --shm-size) or lower schedule.max_staleness_versions"
         )
+
+
+def check_kv_cache(config: Config, facts: Mapping[str, Any]) -> None:
+    """Raises ConfigError when an instance's KV cache cannot hold one whole answer. `facts`: the model's config.json."""
+    rollout = config.rollout
+    if rollout.gpus_per_instance or not (per_token := kv_token_bytes(facts, config.model.dtype)):
+        return
+    if (holds := kv_capacity_tokens(rollout, per_token)) < config.max_model_tokens:
+        needed = (config.max_model_tokens // rollout.block_tokens + 1) * rollout.block_tokens * per_token
+        raise ConfigError(
+            f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g} holds {holds} tokens of this model, but an answer with "
+            f"its prompt may have {config.max_model_tokens}; raise it to {math.ceil(needed / GIB * 1e4) / 1e4:g} or "
+            "more, or lower rollout.max_completion_tokens"
+        )
+
+
+def kv_token_bytes(facts: Mapping[str, Any], dtype: str) -> int:
+    """Bytes of one token in the KV cache: keys and values of all layers. 0 when config.json does not tell."""
+    heads, layers = facts.get("num_attention_heads"), facts.get("num_hidden_layers")
+    size = facts.get("head_dim") or (heads and facts.get("hidden_size", 0) // heads)
+    if not (heads and layers and size):
+        return 0
+    return int(2 * layers * (facts.get("num_key_value_heads") or heads) * size * (2 if dtype == "bfloat16" else 4))
+
+
+def kv_capacity_tokens(rollout: RolloutConfig, token_bytes: int) -> int:
+    """Whole blocks that fit into rollout.kv_cache_gib, in tokens."""
+    return int(rollout.kv_cache_gib * GIB) // (rollout.block_tokens * token_bytes) * rollout.block_tokens
 
 
 def memory_parts(config: Config, *, weight_bytes: int, vocabulary: int) -> Mapping[str, float]:

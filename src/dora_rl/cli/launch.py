@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ray
 
-from dora_rl.cli.capacity import check_capacity
+from dora_rl.cli.capacity import check_capacity, check_kv_cache
 from dora_rl.cli.data import check_path, open_data
 from dora_rl.cli.pacing import report_pace
 from dora_rl.cli.recorder import Print, Recorder, TimedOrchestrator
@@ -52,7 +52,7 @@ from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.open_store import OpenStore
 from dora_rl.wire.weights import RayTransport
 
-END_S = 8.0
+END_S = 5.0
 """How long engines and workers may take to end by themselves."""
 
 
@@ -120,6 +120,7 @@ def check_model(config: Config, folder: Path) -> None:
             f"rollout.max_prompt_tokens + rollout.max_completion_tokens = {config.max_model_tokens} tokens, but the "
             f"model reads {longest}; lower one of them"
         )
+    check_kv_cache(config, facts)
     if "RAY_ADDRESS" not in os.environ:
         weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         check_capacity(config, weight_bytes=weights, vocabulary=facts.get("vocab_size", 0))
