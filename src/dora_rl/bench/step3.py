@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -18,8 +20,9 @@ import pyarrow.parquet as pq
 
 from dora_rl.audit.history import AuditError
 from dora_rl.audit.judge import audit_run
+from dora_rl.bench import step1
 from dora_rl.bench.bad_inputs import BAD_INPUTS, Answer, BadInput, ask, page
-from dora_rl.bench.means import Figures, Lines, at_least, at_most, exactly
+from dora_rl.bench.means import Figures, Lines, at_least, at_most, exactly, execute, fresh_environment
 from dora_rl.cli.guardian import adopt_orphans
 from dora_rl.obs.folder import RunFolder
 
@@ -132,13 +135,82 @@ def endings() -> Figures:
     }
 
 
+def newcomer() -> Figures:
+    """What README.md tells a newcomer, word by word, in a fresh clone: the main job, then own data with an own reward.
+
+    Its only liberties: the own model is the one that the main job has trained, and the own run is short.
+    """
+    clone = WORK / "clone"
+    shutil.rmtree(clone, ignore_errors=True)
+    seconds: dict[str, float] = {}
+
+    def step(command: str) -> None:
+        began = time.monotonic()
+        execute("bash", "-euc", command, cwd=clone, env=fresh_environment())
+        seconds[command] = time.monotonic() - began
+
+    WORK.mkdir(parents=True, exist_ok=True)
+    execute("git", "clone", "--quiet", ".", str(clone))
+    readme = (clone / "README.md").read_text(encoding="utf-8")
+    step("make demo")
+    (demo,) = (clone / "runs").iterdir()
+    step(f".venv/bin/dora-rl audit {demo.relative_to(clone)} --recompute 32")
+    own = _block(readme, "# my.toml")
+    assert own.count(OWN_MODEL) == 1, f"README.md names no {OWN_MODEL}"
+    own = own.replace(OWN_MODEL, str(demo.relative_to(clone) / "export"))
+    (clone / "my.toml").write_text(own, encoding="utf-8")
+    (clone / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in OWN_ROWS), encoding="utf-8")
+    (clone / "my_rewards.py").write_text(OWN_REWARD, encoding="utf-8")
+    paths, look, go = (line.split("#")[0].strip() for line in _block(readme, "export PYTHONPATH").splitlines())
+    step(f"{paths}; {look}")
+    step(f"{paths}; {go} --set run.iterations=3 --set rollout.max_completion_tokens=48 --run-dir runs/own")
+    step(".venv/bin/dora-rl audit runs/own")
+    lines = RunFolder(clone / "runs" / "own").read_metrics()
+    return {
+        "checks": [
+            exactly("steps, each with exit status 0", len(seconds), 5),
+            at_most("minutes from clone to the end of the main job", seconds["make demo"] / 60, 20),
+            exactly("iterations on own data with an own reward", len(lines), 3),
+            at_least("answers that the own reward told apart, as a standard deviation", _spread(lines), 1e-3),
+        ],
+        "seconds": {command: round(one, 1) for command, one in seconds.items()},
+    }
+
+
 LINES: Lines = {
+    "tests": (step1.tests, "the tests are quick and none is skipped"),
+    "newcomer": (newcomer, "who has only the README gets the main job and a run on own data"),
     "errors": (errors, "bad input gets one line and exit status 2 before any engine starts"),
     "foreign": (foreign, "rewards and data of other systems train as they are"),
     "endings": (endings, "however a run ends, nothing is left behind and nothing half-written passes for whole"),
 }
 
+OWN_MODEL = "path/to/a/hugging-face-folder"
+"""What README.md's configuration says where a person puts the own model."""
+
+OWN_ROWS = [
+    {"prompt": f"Name {n} {what}.", "answer": what}
+    for n in range(2, 12)
+    for what in ("animals", "rivers", "cities", "tools", "colours")
+]
+OWN_REWARD = """
+def score(prompts, completions, completion_ids, answer, **columns):
+    return [text.count(word) / 10 for text, word in zip(completions, answer)]
+"""
+
 # --- means -----------------------------------------------------------------------------------------------------------
+
+
+def _block(readme: str, first: str) -> str:
+    """The indented block of README.md whose first line begins so."""
+    lines = readme.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("    " + first))
+    end = next(number for number in range(start, len(lines)) if not lines[number].strip())
+    return "\n".join(line[4:] for line in lines[start:end])
+
+
+def _spread(lines: Sequence[Mapping[str, Any]]) -> float:
+    return max(line["reward/std"] or 0.0 for line in lines)
 
 
 def _command(run: Path, *sets: str) -> list[str]:
