@@ -190,7 +190,7 @@ OWN_MODEL = "path/to/a/hugging-face-folder"
 
 OWN_ROWS = [
     {"prompt": f"Name {n} {what}.", "answer": what}
-    for n in range(2, 12)
+    for n in range(2, 62)
     for what in ("animals", "rivers", "cities", "tools", "colours")
 ]
 OWN_REWARD = """
