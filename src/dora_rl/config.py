@@ -26,8 +26,8 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    name: str = "run"
-    """Names the run's folder when no --run-dir is given."""
+    name: str = Field("run", pattern=r"^[^./\x00-\x1f][^/\x00-\x1f]*$")
+    """Names the run's folder when no --run-dir is given; without "/", and not beginning with a dot."""
 
     seed: int = Field(0, ge=0)
     """Seeds every random choice of the run: prompts, scheduling, sampling."""
@@ -124,6 +124,8 @@ class RewardConfig(Section):
             raise ConfigError(
                 f"reward.weights: {len(self.weights)} numbers for {len(self.functions)} reward.functions; give one each"
             )
+        if self.weights and not any(self.weights):
+            raise ConfigError("reward.weights: all are 0, so that no answer is better than another; raise one")
         return self
 
 

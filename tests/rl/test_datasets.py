@@ -295,6 +295,11 @@ GOOD = {"prompt": "Two and two?", "answer": "4"}
         ({"prompt": "?", "answer": 1, "completions": []}, 'line 3: column "completions" is a name'),
         ({"prompt": "?", "answer": " "}, 'line 3: column "answer" is empty'),
         ({"prompt": "?", "answer": None}, 'line 3: column "answer" is empty'),
+        ({"prompt": "?", "answer": float("nan")}, 'line 3: column "answer" is empty'),
+        (
+            {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], "answer": 1},
+            'line 3: column "prompt" ends with an answer',
+        ),
     ],
 )
 def test_a_bad_line_is_a_one_line_error_with_its_number(write, bad, fault):
@@ -308,6 +313,12 @@ def test_a_file_that_is_not_text_names_the_line(write):
     path.write_bytes(path.read_bytes() + b'{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match="line 2: not UTF-8"):
         rows(path)
+
+
+def test_a_byte_order_mark_in_front_of_the_first_line_is_no_part_of_it(write):
+    path = write(GOOD)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert rows(path).train(0).columns["answer"] == GOOD["answer"]
 
 
 def test_a_missing_or_empty_file_is_an_error(write, tmp_path):

@@ -86,6 +86,7 @@ BAD_INPUTS: Sequence[BadInput] = (
     _set("no iterations", "run.iterations=0"),
     _set("a word for a number", "run.iterations=ten"),
     _set("text for a number", 'run.seed="7"'),
+    _set("a name that leads out of runs/", "run.name=../other"),
     _set("a seed below 0", "run.seed=-1"),
     _set("temperature 0", "rollout.temperature=0"),
     _set("a temperature that no engine takes", "rollout.temperature=5"),
@@ -127,6 +128,11 @@ BAD_INPUTS: Sequence[BadInput] = (
     _data("an empty prompt", _rows('{"prompt": " ", "answer": 1}')),
     _data("an empty answer", _rows('{"prompt": "?", "answer": ""}')),
     _data("a chat without content", _rows('{"prompt": [{"role": "user"}], "answer": 1}')),
+    _data(
+        "a chat that has been answered",
+        _rows('{"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], "answer": 1}'),
+    ),
+    _data("an answer that is no number", _rows('{"prompt": "?", "answer": NaN}')),
     _data("a column that rewards use", _rows('{"prompt": "?", "answer": 1, "completions": 2}')),
     _data("data that are no text", {"data.jsonl": GOOD.encode() + b'{"prompt": "\xff"}\n'}),
     _set("prompts that are all too long", "rollout.max_prompt_tokens=2"),
@@ -155,6 +161,7 @@ BAD_INPUTS: Sequence[BadInput] = (
     _data("a reward whose module raises", {"mine.py": "1 / 0\n"}, "reward.functions=['mine:score']"),
     _set("one reward twice", "reward.functions=['a:b', 'a:b']"),
     _set("two weights for one reward", "reward.weights=[1.0, 2.0]"),
+    _set("rewards that count for nothing", "reward.weights=[0.0]"),
     _set("no time for a reward", "reward.timeout_s=0"),
     # The run's folder
     BadInput("a folder that holds a run", files={"taken/journal.jsonl": "{}\n"}, arguments=("--run-dir", "taken")),

@@ -49,7 +49,7 @@ Record = tuple[str, str, Any]
 
 def _jsonl(path: Path, split: str) -> Iterator[Record]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; data.path must name a JSONL file") from error
     except UnicodeDecodeError as error:
@@ -144,7 +144,8 @@ def _row(where: str, name: str, record: Any, prompt_column: str, answer_column: 
     columns = {column: value for column, value in record.items() if column != prompt_column}
     if answer_column is not None:
         answer = _lookup(where, record, "answer_column", answer_column)
-        if answer is None or (isinstance(answer, str) and not answer.strip()):
+        # What is missing is null, nothing, or (from a data frame) the one number that is not equal to itself.
+        if answer is None or answer != answer or (isinstance(answer, str) and not answer.strip()):
             raise DataError(f'{where}: column "{answer_column}" is empty; fill it in or set data.answer_column')
         columns["answer"] = answer
     messages = _messages(where, prompt_column, prompt)
@@ -169,6 +170,8 @@ def _messages(where: str, column: str, value: Any) -> tuple[Mapping[str, str], .
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
     if isinstance(value, list) and value and all(_is_turn(turn) for turn in value):
+        if value[-1]["role"] == "assistant":
+            raise DataError(f'{where}: column "{column}" ends with an answer; end it with a turn to be answered')
         return tuple({"role": turn["role"], "content": turn["content"]} for turn in value)
     wanted = 'text or a list of {"role": ..., "content": ...}'
     raise DataError(f'{where}: column "{column}" must be {wanted}, got {json.dumps(value, default=str)[:60]}')
