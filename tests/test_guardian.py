@@ -16,11 +16,13 @@ print(subprocess.Popen([sys.executable, "-c", {DEAF!r}], **quiet).pid)
 """
 """Ends and leaves an orphan, to whom no parent and no group leads."""
 PROGRAM = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from dora_rl.cli.guardian import guarded
 
 def command():
     orphan = subprocess.run([sys.executable, "-c", LEAVES], stdout=subprocess.PIPE, text=True).stdout.strip()
+    if DEAF:
+        signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
     print(os.getpid(), orphan, flush=True)
     try:
         time.sleep(BODY)
@@ -28,13 +30,15 @@ def command():
         return 130
     return 7
 
-sys.exit(guarded(command, grace_s=0.2))
+sys.exit(guarded(command, grace_s=0.2, same_s=SAME))
 """
 
 
-def start(seconds: float) -> "tuple[subprocess.Popen[str], psutil.Process, psutil.Process]":
+def start(
+    seconds: float, *, deaf: bool = False, same_s: float = 0.0
+) -> "tuple[subprocess.Popen[str], psutil.Process, psutil.Process]":
     """The guardian, the process that does the work, and an orphan which that one has left."""
-    program = PROGRAM.replace("LEAVES", repr(LEAVES)).replace("BODY", str(seconds))
+    program = f"DEAF, SAME, BODY, LEAVES = {deaf}, {same_s}, {seconds}, {LEAVES!r}\n" + PROGRAM
     guardian = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -71,6 +75,29 @@ def test_a_signal_to_the_guardian_reaches_the_command(number):
     guardian.communicate(timeout=20)
     assert guardian.returncode == 130
     assert gone(child, orphan)
+
+
+def test_who_asks_twice_ends_all_of_it_at_once():
+    guardian, child, orphan = start(600, deaf=True)
+    guardian.send_signal(signal.SIGINT)
+    assert guardian.stdout.readline() == "asked\n"
+    assert child.is_running()
+    guardian.send_signal(signal.SIGINT)
+    _, errors = guardian.communicate(timeout=20)
+    assert guardian.returncode == 130
+    assert errors == "dora-rl: ended at once; what was written until now is there\n"
+    assert gone(child, orphan)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_wish():
+    guardian, child, _ = start(600, deaf=True, same_s=60.0)
+    guardian.send_signal(signal.SIGINT)
+    assert guardian.stdout.readline() == "asked\n"
+    guardian.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        guardian.wait(0.5)
+    child.kill()
+    guardian.communicate(timeout=20)
 
 
 def test_when_the_guardian_is_killed_the_command_is_asked_to_end():

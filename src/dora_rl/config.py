@@ -424,7 +424,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     Raises ConfigError, one line, when the file is missing, is not TOML, or holds an unknown or ill-typed key.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -392,8 +392,24 @@ def test_a_parquet_file_that_is_none_is_named(tmp_path):
     (tmp_path / "data.parquet").write_text("no such thing")
     with pytest.raises(DataError, match=r"data.parquet is damaged"):
         rows(tmp_path / "data.parquet", source="parquet")
-    with pytest.raises(DataError, match=r"cannot read .*absent.parquet"):
+    with pytest.raises(DataError, match=r"there is no .*absent.parquet"):
         rows(tmp_path / "absent.parquet", source="parquet")
+
+
+def test_one_of_several_data_sets_in_a_folder_has_to_be_named(tmp_path):
+    for name in ("main", "other"):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"prompt": [name], "answer": ["1"]}), tmp_path / name / "train-0.parquet")
+    with pytest.raises(DataError, match=r"holds several data sets, in .*main, .*other; name one"):
+        rows(tmp_path, source="huggingface")
+    assert rows(tmp_path / "main", source="huggingface").size == 1
+
+
+def test_a_value_that_python_cannot_hold_is_named_with_its_file(tmp_path):
+    table = pa.table({"prompt": ["?"], "answer": ["1"], "at": pa.array([1], pa.timestamp("ns"))})
+    pq.write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=r"data.parquet has a value that cannot be read: .*; leave its column out"):
+        rows(tmp_path / "data.parquet", source="parquet")
 
 
 def test_an_unknown_source_is_an_error():

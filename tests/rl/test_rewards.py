@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dora_rl.rl.errors import RewardError
 from dora_rl.rl.rewards import combine, exact_answer, load_reward
-from dora_rl.rl.signatures import AnswerGroup, caller
+from dora_rl.rl.signatures import AnswerGroup, caller, check_call
 
 answers = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=6)
 
@@ -280,3 +280,31 @@ def test_shaping_counts_only_where_the_task_itself_tells_answers_apart(right, va
     scores = combine(functions, group, shaping=["brief"])
     assert [score.value for score in scores] == pytest.approx(values)
     assert [score.values["brief"] for score in scores] == [-0.1, -0.2, -0.3]
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [
+        ("async def f(completions, **columns): ...", "is async"),
+        (
+            "def f(completions, difficulty): ...",
+            "needs 'difficulty', but gets only answer, completion_ids, completions",
+        ),
+        ("def f(completions, /): ...", "'completions' is positional only"),
+        ("def f(queries, prompts, labels, scale): ...", "needs 'scale'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_it_is(function, fault):
+    names: dict[str, object] = {}
+    exec(function, names)  # noqa: S102
+    with pytest.raises(RewardError, match=fault):
+        check_call("f", names["f"], {"answer": "1"})
+
+
+def test_a_function_of_another_system_is_refused_when_the_data_have_no_reference():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return 0.0
+
+    check_call("compute_score", compute_score, {"answer": "1"})
+    with pytest.raises(RewardError, match="needs a reference answer"):
+        check_call("compute_score", compute_score, {"difficulty": 1})

@@ -83,7 +83,8 @@ async def pool(*specs, timeout_s=30.0, workers=1, stop_on_error=False):
 
 
 def prompt(**columns) -> Prompt:
-    return Prompt(prompt_id="p", messages=({"role": "user", "content": "?"},), token_ids=(1,), columns=columns)
+    question = ({"role": "user", "content": "?"},)
+    return Prompt(prompt_id="p", messages=question, token_ids=(1,), columns=columns, is_chat=False)
 
 
 async def score(opened, *completions, **columns):
@@ -134,7 +135,7 @@ def test_an_exception_costs_the_group_its_rewards_and_names_function_and_row(fun
             broken = await score(opened, "1", "one")
             whole = await score(opened, "1", "2")
         assert [result.value for result in broken] == [None, None]
-        assert all("reward function parse raised on row 1: ValueError" in result.note for result in broken)
+        assert all("prompt p: reward function parse raised on row 1: ValueError" in result.note for result in broken)
         assert all("\n" not in result.note for result in broken)
         assert [result.value for result in whole] == [1.0, 2.0]
 
@@ -166,7 +167,7 @@ def test_a_group_that_kills_two_workers_has_no_rewards_and_the_next_group_has(fu
             deadly = await score(opened, "die", "x")
             harmless = await score(opened, "x")
         assert [result.value for result in deadly] == [None, None]
-        assert all(result.note.startswith("two reward workers died scoring it: ") for result in deadly)
+        assert all(result.note.startswith("prompt p: two reward workers died scoring it: ") for result in deadly)
         assert [result.value for result in harmless] == [1.0]
 
     asyncio.run(story())

@@ -3,6 +3,7 @@
 Every one must be met before an engine starts: one line on the error stream, exit status 2, no run folder left behind.
 """
 
+import gzip
 import json
 import os
 import subprocess
@@ -133,6 +134,12 @@ BAD_INPUTS: Sequence[BadInput] = (
         _rows('{"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], "answer": 1}'),
     ),
     _data("an answer that is no number", _rows('{"prompt": "?", "answer": NaN}')),
+    _data(
+        "a chat with a role that nobody knows",
+        _rows('{"prompt": [{"role": "human", "content": "?"}], "answer": 1}'),
+    ),
+    _data("half a character", _rows('{"prompt": "\\ud800", "answer": 1}')),
+    _data("compressed data", {"data.jsonl": gzip.compress(GOOD.encode())}),
     _data("a column that rewards use", _rows('{"prompt": "?", "answer": 1, "completions": 2}')),
     _data("data that are no text", {"data.jsonl": GOOD.encode() + b'{"prompt": "\xff"}\n'}),
     _set("prompts that are all too long", "rollout.max_prompt_tokens=2"),
@@ -145,6 +152,18 @@ BAD_INPUTS: Sequence[BadInput] = (
     _set("more held-out prompts than rows", "eval.prompts=5"),
     _data("a Parquet file that is none", {"data.parquet": "rows"}, "data.source=parquet", "data.path=data.parquet"),
     _set("a folder that is no data set", "data.source=huggingface", "data.path=."),
+    _data(
+        "a saved data set that is another split",
+        {"saved/state.json": '{"_data_files": [{"filename": "data.arrow"}], "_split": "test"}'},
+        "data.source=huggingface",
+        "data.path=saved",
+    ),
+    _data(
+        "a saved data set that names no files",
+        {"saved/state.json": '{"_data_files": null}'},
+        "data.source=huggingface",
+        "data.path=saved",
+    ),
     _data(
         "a split that the data set has not",
         {"saved/dataset_dict.json": '{"splits": ["test"]}'},
@@ -159,6 +178,17 @@ BAD_INPUTS: Sequence[BadInput] = (
     _set("a reward whose module is not there", "reward.functions=['no_such_module:score']"),
     _set("a reward that its module has not", "reward.functions=['dora_rl.rl.rewards:scores']"),
     _data("a reward whose module raises", {"mine.py": "1 / 0\n"}, "reward.functions=['mine:score']"),
+    _set("a file for a reward's module", "reward.functions=['mine.py:score']"),
+    _data(
+        "a reward that wants what nobody has",
+        {"mine.py": "def score(completions, difficulty, **columns): return [0.0] * len(completions)\n"},
+        "reward.functions=['mine:score']",
+    ),
+    _data(
+        "an async reward",
+        {"mine.py": "async def score(completions, **columns): return [0.0] * len(completions)\n"},
+        "reward.functions=['mine:score']",
+    ),
     _set("one reward twice", "reward.functions=['a:b', 'a:b']"),
     _set("two weights for one reward", "reward.weights=[1.0, 2.0]"),
     _set("rewards that count for nothing", "reward.weights=[0.0]"),
@@ -166,6 +196,7 @@ BAD_INPUTS: Sequence[BadInput] = (
     # The run's folder
     BadInput("a folder that holds a run", files={"taken/journal.jsonl": "{}\n"}, arguments=("--run-dir", "taken")),
     BadInput("a file for a folder", files={"taken": ""}, arguments=("--run-dir", "taken")),
+    BadInput("a folder whose name is too long", arguments=("--run-dir", "x" * 300)),
     BadInput("a folder in a file", files={"taken": ""}, arguments=("--run-dir", "taken/run")),
 )
 

@@ -30,6 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"dora-rl: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"dora-rl: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("dora-rl: interrupted", file=sys.stderr)
         return 130

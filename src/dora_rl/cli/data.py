@@ -41,7 +41,11 @@ def open_data(config: Config, chat: Chat) -> Dataset:
 
 def check_path(path: str | None) -> None:
     """Raises ConfigError when a path is named that leads nowhere."""
-    if path is not None and not Path(path).exists():
+    try:
+        there = path is None or Path(path).exists()
+    except OSError as error:
+        raise ConfigError(f"data.path: {error.strerror}; name an existing file or folder") from error
+    if not there:
         raise ConfigError(f"data.path: there is no {path}; name an existing file or folder")
 
 
@@ -50,7 +54,7 @@ def show_data(config: Config, rows: int, out: Callable[[str], None]) -> None:
         prepare_tokenizer(config.model.path, Path(folder))
         chat = Chat(Path(folder))
     dataset = open_data(config, chat)
-    for position in range(rows):
+    for position in range(rows if dataset.size is None else min(rows, dataset.size)):
         prompt = dataset.train(position)
         out(f"--- {prompt.prompt_id}: {len(prompt.token_ids)} tokens")
         out(chat.decode_all(prompt.token_ids))

@@ -3,7 +3,8 @@
 A run is a tree of processes, and one that is killed cannot end those that it started. So every command runs in a child
 of this process, which the kernel gives all orphans of the tree (a Linux "subreaper"), whoever started them: they get a
 moment to end by themselves and are killed then. Whoever asks this process to end, asks the child, always by SIGINT (Ray
-answers SIGTERM with a page of addresses); when this process is killed, the kernel does.
+answers SIGTERM with a page of addresses); when this process is killed, the kernel does. Who asks a second time, ends
+everything at once: this process is never too busy to hear it.
 """
 
 import ctypes
@@ -19,11 +20,15 @@ GRACE_S = 5.0
 """How long orphans may take to end by themselves; engines and Ray's processes take about three seconds."""
 END_S = 10.0
 """How long killed processes may take to vanish."""
+SAME_S = 0.5
+"""A terminal or a shell signals whole groups: what comes within this time of the first signal is the same wish."""
+INTERRUPTED = 130
+"""Exit status."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def guarded(command: Callable[[], int], *, grace_s: float = GRACE_S) -> int:
+def guarded(command: Callable[[], int], *, grace_s: float = GRACE_S, same_s: float = SAME_S) -> int:
     """Run the command in a child; its exit status. 128 + n when signal n ended it.
 
     To be called before any thread is started.
@@ -39,8 +44,10 @@ def guarded(command: Callable[[], int], *, grace_s: float = GRACE_S) -> int:
         if os.getppid() != guardian:
             raise KeyboardInterrupt  # it was killed before it could be watched
         return command()
-    status = os.waitstatus_to_exitcode(_wait(child))
-    _end_orphans(grace_s)
+    status, at_once = _wait(child, same_s)
+    _end_orphans(0.0 if at_once else grace_s)
+    if at_once:
+        return INTERRUPTED
     if status >= 0:
         return status
     print(
@@ -55,22 +62,31 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _wait(child: int) -> int:
-    """Pass on who asks until the child ends; its wait status."""
+def _wait(child: int, same_s: float) -> tuple[int, bool]:
+    """Pass the first wish on, end the child at the second; its exit status, and whether it was ended so."""
+    asked_at: float | None = None
+    at_once = False
     while True:
         got = signal.sigwaitinfo({*ASKING, signal.SIGCHLD})
         if got.si_signo == signal.SIGCHLD:
             for pid, status in _reap():
                 if pid == child:
-                    return status
-        elif _is_wish(got):
-            os.kill(child, signal.SIGINT)
+                    return os.waitstatus_to_exitcode(status), at_once
+        elif not _ignored(got.si_signo):
+            now = time.monotonic()
+            if asked_at is None:
+                asked_at = now
+                if got.si_pid != 0:  # 0: a terminal, which has told the child too
+                    os.kill(child, signal.SIGINT)
+            elif now - asked_at > same_s and not at_once:
+                at_once = True
+                print("dora-rl: ended at once; what was written until now is there", file=sys.stderr, flush=True)
+                os.kill(child, signal.SIGKILL)
 
 
-def _is_wish(got: signal.struct_siginfo) -> bool:
-    """Not what a terminal sent, which has told the child too, and not a closed terminal under nohup."""
-    ignored = got.si_signo == signal.SIGHUP and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return got.si_pid != 0 and not ignored
+def _ignored(number: int) -> bool:
+    """A closed terminal under nohup."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _reap() -> list[tuple[int, int]]:

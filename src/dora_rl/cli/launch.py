@@ -22,10 +22,11 @@ import ray
 
 from dora_rl.cli.capacity import check_capacity, check_kv_cache
 from dora_rl.cli.data import check_path, open_data
+from dora_rl.cli.guardian import INTERRUPTED
 from dora_rl.cli.pacing import report_pace
 from dora_rl.cli.recorder import Print, Recorder, TimedOrchestrator
 from dora_rl.cli.screen import Screen
-from dora_rl.cli.stopping import INTERRUPTED, Stopping
+from dora_rl.cli.stopping import Stopping
 from dora_rl.cli.throughput import measure_floor
 from dora_rl.config import Config, ConfigError, dump_config
 from dora_rl.core.types import InstanceId
@@ -34,6 +35,7 @@ from dora_rl.rl.chat import Chat
 from dora_rl.rl.datasets import Dataset
 from dora_rl.rl.errors import DataError, RewardError
 from dora_rl.rl.rewards import load_reward
+from dora_rl.rl.signatures import check_call
 from dora_rl.runtime.cluster import (
     RemoteEngine,
     RemoteTrainer,
@@ -75,21 +77,23 @@ def default_folder(config: Config) -> Path:
 
 def prepare(config: Config, path: Path, out: Print) -> Prepared:
     """Make the run's folder with its model in it, and open the data. Raises ConfigError, and then leaves no folder."""
-    folder, existed = RunFolder(path), path.exists()
+    folder = RunFolder(path)
     try:
+        made = _first_missing(path)
         folder.create(dump_config(config))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that is too long, or that is no text
         raise ConfigError(f"{path} cannot become a run's folder ({error}); name a new one with --run-dir") from error
     try:
         # Cheap mistakes first: converting a model takes half a minute.
-        for name in config.reward.functions:
-            load_reward(name)
+        functions = {name: load_reward(name) for name in config.reward.functions}
         check_path(config.data.path)
         out(f"preparing {config.model.path} and its data")
         model_dir = path / "model"
         prepare_tokenizer(config.model.path, model_dir)
         chat = Chat(model_dir)
         dataset = open_data(config, chat)
+        for name, function in functions.items():
+            check_call(name, function, dataset.train(0).columns)
         prepare_model(config.model.path, model_dir)
         check_model(config, model_dir)
         if dataset.skipped:
@@ -104,10 +108,10 @@ def prepare(config: Config, path: Path, out: Print) -> Prepared:
             stop_token_ids=stop_token_ids(model_dir),
         )
     except (DataError, RewardError) as error:
-        _remove(path, keep=existed)
+        _remove(path, made)
         raise ConfigError(str(error)) from error
     except BaseException:
-        _remove(path, keep=existed)
+        _remove(path, made)
         raise
 
 
@@ -126,15 +130,24 @@ def check_model(config: Config, folder: Path) -> None:
         check_capacity(config, weight_bytes=weights, vocabulary=facts.get("vocab_size", 0))
 
 
-def _remove(path: Path, *, keep: bool) -> None:
+def _first_missing(path: Path) -> Path | None:
+    """The outermost folder that has to be made for this one; None when it is there."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    return missing[-1] if missing else None
+
+
+def _remove(path: Path, made: Path | None) -> None:
     """Take back what `prepare` made; a folder that was there before stays, empty as it was."""
     for inside in path.iterdir():
         if inside.is_dir():
             shutil.rmtree(inside)
         else:
             inside.unlink()
-    if not keep:
-        path.rmdir()
+    if made is not None:
+        for folder in (path, *path.parents):
+            folder.rmdir()
+            if folder == made:
+                return
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,28 +1,16 @@
-"""Ctrl-C, a polite kill and a closed terminal over the whole life of a command: the first asks it to end, the second
-ends it at once.
+"""What it means for a command to be asked to end (Ctrl-C, a polite kill, a closed terminal) while it works.
 
-What the first one does depends on how far the command has come: by default it raises KeyboardInterrupt wherever it
-strikes; within `asks` it calls a function.
+It depends on how far the command has come: by default KeyboardInterrupt is raised wherever it strikes; within `asks` a
+function is called instead. Asking twice is the guardian's business.
 """
 
-import contextlib
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn, Self
-
-import psutil
+from typing import Any, Self
 
 from dora_rl.cli.guardian import ASKING
-
-INTERRUPTED = 130
-"""Exit status."""
-SAME_S = 0.5
-"""A terminal signals a whole group of processes, and the guardian passes on what it got: what comes within this time of
-the first signal is the same wish."""
 
 
 class Stopping:
@@ -30,7 +18,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self._first: Callable[[], object] = _raise
-        self._asked_at: float | None = None
+        self._asked = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -53,21 +41,9 @@ class Stopping:
             self._first = outer
 
     def _strike(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._asked_at is None:
-            self._asked_at = now
+        if not self._asked:
+            self._asked = True
             self._first()
-        elif now - self._asked_at > SAME_S:
-            end_at_once()
-
-
-def end_at_once() -> NoReturn:
-    """Kill every process that this one has started, then end without another word to anybody."""
-    os.write(2, b"dora-rl: ended at once; what the run's folder has is what was written until now\n")
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    os._exit(INTERRUPTED)
 
 
 def _raise() -> None:

@@ -4,7 +4,7 @@ Knows texts and columns of one prompt group; knows nothing of processes, time li
 """
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Real
@@ -61,6 +61,11 @@ def digit_share(
 def load_reward(spec: str) -> Callable[..., Any]:
     """Import the function named `module:function`. Raises RewardError, one line, when there is none."""
     module_name, colon, name = spec.partition(":")
+    if module_name.endswith(".py") or module_name.startswith(".") or "/" in module_name:
+        raise RewardError(
+            f"reward.functions takes module:function, got {spec!r}; write the module as Python imports it, without .py "
+            "and folders, and have PYTHONPATH lead to it"
+        )
     if not (colon and module_name and name):
         raise RewardError(
             f"reward.functions takes module:function, got {spec!r}; for example dora_rl.rl.rewards:exact_answer"
@@ -106,7 +111,7 @@ def combine(
     for name, function in functions.items():
         try:
             values = function(group)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             row = _first_failing_row(function, group)
             where = "the whole group only" if row is None else f"row {row}"
             cause = f"{type(error).__name__}: {_one_line(error)}"
@@ -120,6 +125,8 @@ def combine(
 
 
 def _checked(name: str, values: Any, count: int) -> list[float | None]:
+    if isinstance(values, str | bytes | Mapping | Set):
+        raise RewardError(f"reward function {name} returned {type(values).__name__}; return a list, one value each")
     try:
         rows = list(values)
     except TypeError:
@@ -137,15 +144,26 @@ def _number_or_none(name: str, row: int, value: Any) -> float | None:
     if value is None:
         return None
     # numpy's and torch's scalars are numbers to everybody but isinstance.
-    value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, Real):
-        raise RewardError(f"reward function {name}, row {row}: expected a number or None, got {value!r}")
-    if not abs(float(value)) <= LARGEST:  # a NaN fails too
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        number = float(value) if isinstance(value, Real) else None
+    except (ValueError, RuntimeError, OverflowError):  # an array of several, a number of four hundred digits
+        number = None
+    if number is None:
+        raise RewardError(f"reward function {name}, row {row}: expected a number or None, got {_short(value)}")
+    if not abs(number) <= LARGEST:  # a NaN fails too
         raise RewardError(
-            f"reward function {name}, row {row}: got {value}, expected a number up to {LARGEST:g}; return None for an "
+            f"reward function {name}, row {row}: got {number}, expected a number up to {LARGEST:g}; return None for an "
             "answer it cannot judge"
         )
-    return float(value)
+    return number
+
+
+def _short(value: Any) -> str:
+    try:
+        return " ".join(repr(value).split())[:80]
+    except ValueError:  # too many digits to print
+        return f"a value of {type(value).__name__}"
 
 
 def _add_up(
@@ -162,7 +180,7 @@ def _first_failing_row(function: Call, group: AnswerGroup) -> int | None:
     for row in range(len(group.completions)):
         try:
             function(group.only(row))
-        except Exception:  # noqa: BLE001 - whatever the group raised, this row does it too
+        except (Exception, SystemExit):  # noqa: BLE001 - whatever the group raised, this row does it too
             return row
     return None
 

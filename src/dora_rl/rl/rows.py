@@ -14,6 +14,9 @@ import pyarrow.parquet as pq
 
 from dora_rl.rl.errors import DataError
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Whose turns chat templates know."""
+
 RESERVED = ("prompts", "completions", "completion_ids")
 """Names that a reward function already uses; a column cannot have them."""
 
@@ -43,6 +46,9 @@ def read_rows(source: str, path: Path, split: str, prompt_column: str, answer_co
     return rows
 
 
+GZIP = b"\x1f\x8b"
+"""How a compressed file begins."""
+
 Record = tuple[str, str, Any]
 """Where it stands, for people; its name; the row."""
 
@@ -53,6 +59,8 @@ def _jsonl(path: Path, split: str) -> Iterator[Record]:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; data.path must name a JSONL file") from error
     except UnicodeDecodeError as error:
+        if error.object[:2] == GZIP:
+            raise DataError(f"{path} is compressed; unpack it and name the unpacked file in data.path") from error
         place = error.object[: error.start].count(b"\n") + 1
         raise DataError(f"{path}, line {place}: not UTF-8 text; save the file as UTF-8") from error
     for number, line in enumerate(lines, start=1):
@@ -83,8 +91,7 @@ def _huggingface(path: Path, split: str) -> Iterator[Record]:
         path = path / split
     state = _json(path / "state.json")
     if state is not None:
-        names = [file.get("filename") for file in state.get("_data_files", [])] if isinstance(state, dict) else []
-        files = [path / Path(str(name)).name for name in names]
+        files = [path / name for name in _names_in(state, path, split)]
         yield from _numbered((file, _arrow_batches(file)) for file in files)
         return
     files = [file for file in sorted(path.rglob("*.parquet")) if file.name.split("-")[0].split(".")[0] == split]
@@ -93,7 +100,20 @@ def _huggingface(path: Path, split: str) -> Iterator[Record]:
             f"{path} is no saved data set (no state.json) and has no {split}*.parquet in it; name a folder that "
             "save_to_disk has written, or set data.split"
         )
+    folders = sorted({str(file.parent) for file in files})
+    if len(folders) > 1:
+        raise DataError(f"{path} holds several data sets, in {', '.join(folders)}; name one of them in data.path")
     yield from _numbered((file, _parquet_batches(file)) for file in files)
+
+
+def _names_in(state: Any, path: Path, split: str) -> list[str]:
+    """The files that a saved data set's state.json names."""
+    found = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(found, list) or not all(isinstance(file, dict) and "filename" in file for file in found):
+        raise DataError(f"{path}/state.json names no files; save the data set again")
+    if (holds := state.get("_split")) not in (None, split):
+        raise DataError(f"{path} holds the split {holds!r}, not {split!r}; set data.split to it or name another folder")
+    return [Path(str(file["filename"])).name for file in found]
 
 
 def _numbered(files: Iterable[tuple[Path, Iterator[pa.RecordBatch]]]) -> Iterator[Record]:
@@ -105,10 +125,18 @@ def _numbered(files: Iterable[tuple[Path, Iterator[pa.RecordBatch]]]) -> Iterato
                 for record in batch.to_pylist():
                     number += 1
                     yield f"{file}, row {number}", f"row-{number}", record
-        except OSError as error:
-            raise DataError(f"cannot read {file}: {error}; name an existing file") from error
-        except pa.ArrowException as error:
-            raise DataError(f"{file} is damaged or no such file as its name says: {error}; write it again") from error
+        except FileNotFoundError as error:
+            raise DataError(f"there is no {file}; name an existing file") from error
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{file} is damaged, or not what data.source says: {_one_line(error)}") from error
+        except (ValueError, OverflowError) as error:
+            raise DataError(
+                f"{file} has a value that cannot be read: {_one_line(error)}; leave its column out"
+            ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _parquet_batches(file: Path) -> Iterator[pa.RecordBatch]:
@@ -149,6 +177,10 @@ def _row(where: str, name: str, record: Any, prompt_column: str, answer_column: 
             raise DataError(f'{where}: column "{answer_column}" is empty; fill it in or set data.answer_column')
         columns["answer"] = answer
     messages = _messages(where, prompt_column, prompt)
+    try:
+        "".join(turn["content"] for turn in messages).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f'{where}: column "{prompt_column}" is no Unicode text ({error.reason}); mend it') from error
     return Row(name, messages, columns, is_chat=not isinstance(prompt, str))
 
 
@@ -170,6 +202,13 @@ def _messages(where: str, column: str, value: Any) -> tuple[Mapping[str, str], .
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
     if isinstance(value, list) and value and all(_is_turn(turn) for turn in value):
+        for turn in value:
+            if turn["role"] not in ROLES:
+                raise DataError(
+                    f'{where}: column "{column}" has a turn of {turn["role"]!r}; name one of {", ".join(ROLES)}'
+                )
+            if turn.get("tool_calls"):
+                raise DataError(f'{where}: column "{column}" has a turn with tool_calls, of which nothing is made here')
         if value[-1]["role"] == "assistant":
             raise DataError(f'{where}: column "{column}" ends with an answer; end it with a turn to be answered')
         return tuple({"role": turn["role"], "content": turn["content"]} for turn in value)

@@ -55,6 +55,31 @@ def caller(function: Callable[..., Any]) -> Call:
     return call
 
 
+def check_call(name: str, function: Callable[..., Any], columns: Mapping[str, Any]) -> None:
+    """Raises RewardError when the function cannot be called with rows of these columns."""
+    if inspect.iscoroutinefunction(function):
+        raise RewardError(f"reward function {name} is async; write it without, it has a process of its own")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # built in: it does not say
+        return
+    names, _ = _parameters(function)
+    ask = next((ask for needed, ask in _SIGNATURES if needed <= names), _ask_for_all)
+    given = _GIVEN[ask] | (set(columns) if ask in (_ask_for_all, _ask_areal) else set())
+    kinds = inspect.Parameter
+    for one in parameters:
+        if one.kind is kinds.POSITIONAL_ONLY:
+            raise RewardError(f"reward function {name}: {one.name!r} is positional only; arguments are given by name")
+        needed = one.default is kinds.empty and one.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+        if needed and one.name not in given:
+            raise RewardError(
+                f"reward function {name} needs {one.name!r}, but gets only {', '.join(sorted(given))}; add that column "
+                "to the data or give it a default"
+            )
+    if ask in (_ask_verl, _ask_openrlhf):
+        _find_reference(columns)
+
+
 def text_of(completion: str | Sequence[Mapping[str, str]]) -> str:
     """An answer's text, whether it comes as text or as the chat turn that it is."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
@@ -114,16 +139,29 @@ _SIGNATURES: tuple[tuple[set[str], Callable[[Callable[..., Any], AnswerGroup], A
 )
 
 
+_GIVEN: Mapping[Any, set[str]] = {
+    _ask_for_all: {"prompts", "completions", "completion_ids"},
+    _ask_openrlhf: {"queries", "prompts", "labels"},
+    _ask_verl: {"data_source", "solution_str", "ground_truth", "extra_info"},
+    _ask_areal: {"prompt", "completions", "prompt_ids", "completion_ids"},
+}
+"""What each way of calling gives, besides columns."""
+
+
 def _reference(group: AnswerGroup) -> Any:
     """What verl calls ground truth and OpenRLHF a label."""
-    model = group.columns.get("reward_model")
+    return _find_reference(group.columns)
+
+
+def _find_reference(columns: Mapping[str, Any]) -> Any:
+    model = columns.get("reward_model")
     if isinstance(model, Mapping) and "ground_truth" in model:
         return model["ground_truth"]
     for name in ("ground_truth", "label", "answer"):
-        if name in group.columns:
-            return group.columns[name]
+        if name in columns:
+            return columns[name]
     raise RewardError(
-        f"the function needs a reference answer, but the data has only the columns {sorted(group.columns)}; name the "
+        f"the function needs a reference answer, but the data has only the columns {sorted(columns)}; name the "
         "one that holds it with data.answer_column"
     )
 

@@ -125,6 +125,7 @@ class RewardPool:
                 raise
             self._idle.put_nowait(worker)
             return [RewardResult(value=score.value, values=score.values) for score in scores]
+        note = f"prompt {prompt.prompt_id}: {note}"
         if self._stop_on_error:
             raise RemoteError(note)
         return [RewardResult(value=None, values={}, note=note) for _ in completions]
