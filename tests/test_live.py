@@ -9,12 +9,31 @@ from rich.console import Console
 
 from core.test_staleness import draw_run
 from dora_rl.cli.recorder import Recorder, TimedOrchestrator
-from dora_rl.cli.screen import Lines
+from dora_rl.cli.screen import Lines, LiveScreen
 from dora_rl.core import messages as m
 from dora_rl.obs.folder import RunFolder
 from dora_rl.obs.live import InstanceView, Snapshot, VersionView, picture
 from dora_rl.sim.engine import simulate
 from dora_rl.sim.world import RandomWorld
+
+NOW = Snapshot(
+    iteration=3,
+    iterations=18,
+    elapsed_s=95.0,
+    left_s=480.0,
+    instances=[InstanceView(name="engine-0", version=2, loading=3, running=5, slots=8, finished=41)],
+    versions=[VersionView(version=2, running=5, waiting=7, finished=30)],
+    seated=4,
+    batch=10,
+    ready=1,
+    reward=0.25,
+    reward_before=0.125,
+    held_out="held-out sampled: 0.229 ± 0.027 at version 0",
+    staleness=(1.5, 2),
+    tokens_per_s=812.0,
+    trainer_waits=0.06,
+    rollout_idle=0.31,
+)
 
 
 class Seen(Lines):
@@ -54,26 +73,8 @@ def test_answers_by_instance_and_by_version_are_the_same_answers(seed: int, tmp_
 
 
 def test_the_picture_has_every_number_in_words() -> None:
-    now = Snapshot(
-        iteration=3,
-        iterations=18,
-        elapsed_s=95.0,
-        left_s=480.0,
-        instances=[InstanceView(name="engine-0", version=2, loading=3, running=5, slots=8, finished=41)],
-        versions=[VersionView(version=2, running=5, waiting=7, finished=30)],
-        seated=4,
-        batch=10,
-        ready=1,
-        reward=0.25,
-        reward_before=0.125,
-        held_out="held-out sampled: 0.229 ± 0.027 at version 0",
-        staleness=(1.5, 2),
-        tokens_per_s=812.0,
-        trainer_waits=0.06,
-        rollout_idle=0.31,
-    )
     console = Console(width=160, file=StringIO())
-    console.print(picture(now))
+    console.print(picture(NOW))
     text = console.file.getvalue()
     for words in (
         "iteration 3/18",
@@ -89,3 +90,16 @@ def test_the_picture_has_every_number_in_words() -> None:
         "5/8",
     ):
         assert words in text, text
+
+
+def test_once_the_result_is_told_no_picture_follows_it() -> None:
+    terminal = StringIO()
+    with LiveScreen(Console(width=120, file=terminal, force_terminal=True)) as screen:
+        screen.show(lambda: NOW)
+        assert "iteration 3/18" in terminal.getvalue()
+        screen.result("run finished")
+        before = len(terminal.getvalue())
+        screen.show(lambda: NOW)
+        screen.result("canary")
+    assert "iteration" not in terminal.getvalue()[before:]
+    assert terminal.getvalue().rstrip().endswith("canary")

@@ -61,13 +61,20 @@ class LiveScreen:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._drawn = -REDRAW_S
+        self._over = False
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    result = line
+    def result(self, text: str) -> None:
+        """From here on there is no moment to picture any more."""
+        self._live.stop()
+        self._over = True
+        self.line(text)
 
     def show(self, now: Callable[[], Snapshot]) -> None:
+        if self._over:
+            return
         if (at := time.monotonic()) - self._drawn >= REDRAW_S:
             self._drawn = at
             self._live.update(picture(now()), refresh=True)

@@ -86,9 +86,8 @@ def _figures(now: Snapshot) -> RenderableType:
         "staleness -" if now.staleness is None else f"staleness {now.staleness[0]:.2f}, at most {now.staleness[1]}",
         f"{_number(now.tokens_per_s, 0)} tokens/s",
         f"trainer waits {_share(now.trainer_waits)}, rollout idle {_share(now.rollout_idle)}",
-        now.held_out,
     )
-    return row
+    return Group(row, Text(now.held_out)) if now.held_out else row
 
 
 def _instances(now: Snapshot) -> RenderableType:
