@@ -30,15 +30,16 @@ def command():
         return 130
     return 7
 
+signal.signal(signal.SIGHUP, signal.SIG_IGN if NOHUP else signal.SIG_DFL)  # whatever the tests were started with
 sys.exit(guarded(command, grace_s=0.2, same_s=SAME))
 """
 
 
 def start(
-    seconds: float, *, deaf: bool = False, same_s: float = 0.0
+    seconds: float, *, deaf: bool = False, same_s: float = 0.0, nohup: bool = False
 ) -> "tuple[subprocess.Popen[str], psutil.Process, psutil.Process]":
     """The guardian, the process that does the work, and an orphan which that one has left."""
-    program = f"DEAF, SAME, BODY, LEAVES = {deaf}, {same_s}, {seconds}, {LEAVES!r}\n" + PROGRAM
+    program = f"DEAF, SAME, NOHUP, BODY, LEAVES = {deaf}, {same_s}, {nohup}, {seconds}, {LEAVES!r}\n" + PROGRAM
     guardian = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -94,6 +95,15 @@ def test_a_signal_that_comes_twice_at_once_is_one_wish():
     guardian.send_signal(signal.SIGINT)
     assert guardian.stdout.readline() == "asked\n"
     guardian.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        guardian.wait(0.5)
+    child.kill()
+    guardian.communicate(timeout=20)
+
+
+def test_under_nohup_a_closed_terminal_is_no_wish():
+    guardian, child, _ = start(600, nohup=True)
+    guardian.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         guardian.wait(0.5)
     child.kill()

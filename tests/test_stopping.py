@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 PROGRAM = """
-import time
+import signal, time
 from dora_rl.cli.stopping import Stopping
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started with
 with Stopping() as stopping:
     {body}
 """
