@@ -4,6 +4,7 @@ Named to vLLM as executor and worker extension (runtime/engine.py); imports vLLM
 may import this module at its top.
 """
 
+import multiprocessing
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -32,6 +34,12 @@ class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are u
     On the CPU vLLM would start one more process and talk to it through a busy shared-memory queue, only to set
     OpenMP variables; those are set before the engine starts.
     """
+
+    def _init_executor(self) -> None:
+        # vLLM makes a lock for processes here, though this executor has only one. As by default it would have a name
+        # in shared memory, which stays there when the engine is killed meanwhile; a lock for forks never has.
+        uniproc_executor.Lock = multiprocessing.get_context("fork").Lock
+        super()._init_executor()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         began = time.monotonic()
