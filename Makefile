@@ -14,7 +14,7 @@ VENV := .venv/bin
 SETUP_PYTHON = $(if $(wildcard $(VENV)/python),$(VENV)/python,"$$(scripts/find-python)")
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help setup demo check lint types fast test accept
+.PHONY: help setup demo docs check lint types fast test accept
 
 help: ## what can be made
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1: /p' Makefile
@@ -25,6 +25,9 @@ setup: ## the environment in .venv, as requirements.lock has it
 demo: setup ## a real model learns; then see runs/
 	@echo "demo: dora-rl train examples/quickstart.toml"
 	@$(VENV)/dora-rl train examples/quickstart.toml
+
+docs: setup ## docs/configuration.md, from the code
+	@$(VENV)/python -m dora_rl.cli.reference > docs/configuration.md
 
 check: setup ## lint, types and fast tests
 	@echo "check: ruff, then mypy beside the fast tests"

@@ -26,8 +26,8 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    name: str = "run"
-    """Names the run's folder when no --run-dir is given."""
+    name: str = Field("run", pattern=r"^[^./\x00-\x1f][^/\x00-\x1f]*$")
+    """Names the run's folder when no --run-dir is given; without "/", and not beginning with a dot."""
 
     seed: int = Field(0, ge=0)
     """Seeds every random choice of the run: prompts, scheduling, sampling."""
@@ -52,11 +52,14 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    source: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
+    source: Literal["reasoning_gym", "jsonl", "parquet", "huggingface"] = "reasoning_gym"
     """Where prompts come from."""
 
     path: str | None = None
-    """The file, when source is "jsonl"."""
+    """The file (jsonl, parquet), or the folder of Parquet files or of a data set that was saved (huggingface)."""
+
+    split: str = "train"
+    """Part of a data set, when source is "huggingface"."""
 
     tasks: tuple[str, ...] = ()
     """Names of tasks, when source is "reasoning_gym"; each prompt draws one of them evenly."""
@@ -65,10 +68,14 @@ class DataConfig(Section):
     """Solved problems shown as earlier chat turns before each question (reasoning_gym)."""
 
     prompt_column: str = "prompt"
-    """Column that holds the question (jsonl): text, or a list of chat messages."""
+    """Column that holds the question: text, or a list of chat messages. A dot leads into a column of mappings."""
 
     answer_column: str = "answer"
-    """Column that holds the reference answer (jsonl); the reward receives it under this name. "": there is none."""
+    """Column that holds the reference answer; rewards get it as `answer` too. A dot leads into a column of mappings
+    ("reward_model.ground_truth"). "": there is none."""
+
+    on_long_prompt: Literal["skip", "refuse"] = "skip"
+    """What becomes of a prompt that is longer than rollout.max_prompt_tokens: left out and counted, or no run."""
 
     epochs: int = Field(0, ge=0)
     """How often a finite data set is gone through; 0 repeats it for as long as the run needs."""
@@ -77,7 +84,17 @@ class DataConfig(Section):
 class RewardConfig(Section):
     functions: tuple[str, ...] = Field(("dora_rl.rl.rewards:exact_answer",), min_length=1)
     """`module:function` each; their values are added up. f(prompts, completions, completion_ids, **columns) gives a
-    number or None for each completion."""
+    number or None for each completion; functions of TRL, verl, AReaL and OpenRLHF are called as there."""
+
+    weights: tuple[float, ...] = ()
+    """One factor for each function; none: every function counts once."""
+
+    shaping: tuple[str, ...] = ()
+    """Those of the functions that shape answers (brevity, form): where the others' rewards are all equal in a group
+    they count for nothing, so that it is filtered like any group from which nothing can be learned."""
+
+    on_error: Literal["none", "stop"] = "none"
+    """What a function that raises, hangs, dies or returns no number costs: its group the rewards, or the run."""
 
     timeout_s: float = Field(10.0, gt=0)
     """Longest that one group may take to score; a worker that takes longer is replaced and its group scored None."""
@@ -90,6 +107,25 @@ class RewardConfig(Section):
         twice = [name for name in self.functions if self.functions.count(name) > 1]
         if twice:
             raise ConfigError(f"reward.functions: {twice[0]} stands in it twice; name every function once")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_shaping_without_a_task(self) -> "RewardConfig":
+        unknown = [name for name in self.shaping if name not in self.functions]
+        if unknown:
+            raise ConfigError(f"reward.shaping: {unknown[0]} is none of reward.functions; name one of them")
+        if len(set(self.shaping)) == len(self.functions):
+            raise ConfigError("reward.shaping names every function; leave out the one that judges the task")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_weights_of_other_functions(self) -> "RewardConfig":
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ConfigError(
+                f"reward.weights: {len(self.weights)} numbers for {len(self.functions)} reward.functions; give one each"
+            )
+        if self.weights and not any(self.weights):
+            raise ConfigError("reward.weights: all are 0, so that no answer is better than another; raise one")
         return self
 
 
@@ -285,6 +321,14 @@ class EvalConfig(Section):
     """Held-out prompts, each answered once as in training and once greedily; 0: no evaluation."""
 
 
+class CheckpointConfig(Section):
+    every_iterations: int = Field(0, ge=0)
+    """Weights and optimizer go to the run's folder after so many iterations; 0: never."""
+
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that stay."""
+
+
 class AuditConfig(Section):
     keep_versions: int = Field(4, ge=1)
     """Weights of the last so many versions stay in the run's folder."""
@@ -324,10 +368,14 @@ class PaceConfig(Section):
     """...and per token of its prefix."""
 
     prompt_tokens: int = Field(64, ge=1, le=10**6)
+    """Length of every prompt, for the simulator; real prompts should be about as long."""
+
     length_mean: float = Field(40.0, gt=0, le=1e6)
     """Mean answer length in tokens, before the cut."""
+
     length_sigma: float = Field(0.99, ge=0, le=5)
     """Of the lognormal distribution of lengths."""
+
     length_cut: float = Field(12.5, gt=0, le=1e6)
     """Longest answer, in means."""
 
@@ -349,6 +397,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     audit: AuditConfig = AuditConfig()
     pace: PaceConfig | None = None
 
@@ -375,7 +424,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     Raises ConfigError, one line, when the file is missing, is not TOML, or holds an unknown or ill-typed key.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; name an existing TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

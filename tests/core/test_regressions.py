@@ -8,7 +8,7 @@ from core.test_orchestrator import A, B, Story, make_config
 from dora_rl.config import ScheduleConfig
 from dora_rl.core import messages as m
 from dora_rl.core.orchestrator import Orchestrator
-from dora_rl.core.types import GroupStatus
+from dora_rl.core.types import GroupStatus, Version
 from dora_rl.sim.engine import simulate
 from dora_rl.sim.world import RandomWorld, WorldConfig
 
@@ -136,3 +136,42 @@ def test_a_group_larger_than_every_instance_is_still_one_group_of_one_version() 
         (first, *_) = story.running()
         story.finishes(first)
     assert [c.group for c in story.asked if isinstance(c, m.Score)] == [0]
+
+
+def test_a_load_that_fails_gives_back_what_waited_for_it_and_is_tried_again() -> None:
+    # Regression 18: a reservation that leaks would keep the answers, or the instance, out of the run for ever.
+    story = Story(make_config(max_attempts=5))
+    story.joins(A, slots=2), story.joins(B, slots=2), story.published(0)
+    story.loaded(B, 0)
+    told = story.tell(m.Loaded, instance=A, version=Version(0), error="out of memory")
+    assert m.Load(instance=A, version=Version(0)) in told
+    story.loaded(A, 0)
+    assert {command.instance for command in story.running().values()} == {A, B}
+    assert all(not instance.reserved for instance in story.core.state.instances.values())
+
+
+def test_new_prompts_do_not_wait_for_the_last_answer_of_the_version_before() -> None:
+    # Regression 21: one answer of version 0 goes on for ever on B; A takes version 1 and begins.
+    story = Story(make_config(max_staleness_versions=2))
+    story.joins(A, slots=2), story.joins(B, slots=2), story.published(0)
+    story.loaded(A, 0), story.loaded(B, 0)
+    tail = next(rollout for rollout, command in story.running().items() if command.instance == B)
+    while story.core.state.trained < 1:
+        for rollout, command in story.running().items():
+            if command.group != story.core.state.rollouts[tail].group:
+                story.finishes(rollout)
+        for group in list(story.core.state.groups.values()):
+            if group.status is GroupStatus.RUNNING and not group.unfinished:
+                story.scores(group.id, 0.0, 1.0)
+        for group in list(story.core.state.batch.groups):
+            story.accumulated(group)
+        if story.core.state.batch.closed:
+            story.stepped()
+    story.published(1)
+    for rollout, command in story.running().items():
+        if command.instance == A:
+            story.finishes(rollout)
+    assert m.Load(instance=A, version=Version(1)) in story.asked
+    story.loaded(A, 1)
+    assert {command.version for command in story.running().values()} == {0, 1}
+    assert tail in story.running()

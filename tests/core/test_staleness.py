@@ -101,7 +101,9 @@ def draw_run(seed: int, *, strategy: str = "dora", **schedule: object) -> tuple[
         failure=rng.choice([0.0, 0.05, 0.3]),
         failures=rng.randrange(40),
     )
-    return config, replace(world, losses=losses(rng, RandomWorld(world, max_tokens=1, group_size=1), instances))
+    world = replace(world, losses=losses(rng, RandomWorld(world, max_tokens=1, group_size=1), instances))
+    evaluation = config.eval.model_copy(update={"every_iterations": rng.choice([0, 1, 3])})
+    return config.model_copy(update={"eval": evaluation}), world
 
 
 @given(seed=st.integers(0, 2**32))
@@ -141,6 +143,38 @@ def test_every_strategy_comes_to_its_end_within_its_own_bound(strategy: str, pla
         for command in commands:
             if isinstance(command, m.Close):
                 assert all(command.trained_at - begun[group] <= config.schedule.bound for group in command.trained)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_evaluations_before_during_and_after_keep_no_group_waiting_at_its_deadline(seed: int) -> None:
+    config, world = draw_run(seed)
+    world = replace(world, evaluation_answers=world.evaluation_answers or 5, prompts=None)
+    core = Orchestrator(config)
+    evaluated: dict[int, int] = {}
+    waited: set[int] = set()
+    placed: dict[int, int] = {}
+
+    def record(_: m.Event, commands: list[m.Command]) -> None:
+        nonlocal waited, placed
+        state = core.state
+        due = {r: v for v in state.waiting if state.deadline(v) <= state.trained for r in state.waiting[v]}
+        still, waited = {v for r, v in due.items() if r in waited}, set(due)
+        queued = {r for answers in state.evaluating.values() for r in answers}
+        before, placed = placed, {r.id: r.version for r in state.rollouts.values() if r.evaluation is not None}
+        placed = {r: v for r, v in placed.items() if r not in queued}
+        took = {v for r, v in placed.items() if r not in before}
+        assert not took & still, f"evaluations of versions {took} took slots, versions {still} were due and waited"
+        for command in commands:
+            if isinstance(command, m.Evaluate):
+                evaluated.setdefault(command.version, command.iteration)
+
+    simulate(core, RandomWorld(world, max_tokens=1000, group_size=config.schedule.group_size), record)
+    assert core.state.stopped is None, core.state.stopped
+    every, last = config.eval.every_iterations, core.state.trained
+    assert evaluated[0] == 0
+    assert last in evaluated
+    if every == 1:
+        assert set(evaluated) == set(range(last + 1)), "each version once"
 
 
 @given(seed=st.integers(0, 2**32))

@@ -50,7 +50,7 @@ class Rig:
     """An instance, its store, and the loop they live in."""
 
     def __init__(self, model: Model, rollout: RolloutConfig = ROLLOUT) -> None:
-        self.model = model
+        self.model, self.rollout = model, rollout
         self.transport = MemoryTransport()
         self.instance = Instance(self.transport)
         self._runner = asyncio.Runner()

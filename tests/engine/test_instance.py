@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from dora_rl.cli.capacity import kv_capacity_tokens, kv_token_bytes
 from dora_rl.core.messages import ProtocolError
 from dora_rl.wire.errors import RemoteError
 
@@ -20,7 +22,8 @@ def test_the_instance_says_what_it_is(rig):
     descriptor = rig.descriptor
     assert (descriptor.slots, descriptor.devices, descriptor.max_versions) == (8, ("cpu",), 1)
     assert descriptor.layout == "4x2x32-float32-block32-tp1-cpu"
-    assert descriptor.kv_capacity_tokens >= 8 * 256
+    facts = json.loads((rig.model.folder / "config.json").read_text(encoding="utf-8"))
+    assert descriptor.kv_capacity_tokens == kv_capacity_tokens(rig.rollout, kv_token_bytes(facts, "float32"))
 
 
 def test_sampled_tokens_carry_the_log_probabilities_that_transformers_computes(rig):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections import Counter
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -36,9 +38,9 @@ def tasks(*names, seed=0, held_out=0, worked_examples=2, max_prompt_tokens=1000)
     )
 
 
-def rows(path, *, seed=0, held_out=0, max_prompt_tokens=1000, **columns):
+def rows(path, *, source="jsonl", seed=0, held_out=0, max_prompt_tokens=1000, **columns):
     return open_dataset(
-        source="jsonl",
+        source=source,
         path=str(path),
         seed=seed,
         held_out=held_out,
@@ -216,6 +218,7 @@ def test_a_row_becomes_a_prompt_with_its_other_columns(write):
     assert prompt.prompt_id == "line-1"
     assert prompt.messages == ({"role": "user", "content": "Two and two?"},)
     assert prompt.columns == {"answer": 4, "level": "easy"}
+    assert not prompt.is_chat
     assert prompt.token_ids == (3, 3, 4)
 
 
@@ -224,8 +227,9 @@ def test_columns_may_have_other_names_and_the_answer_may_be_missing(write):
     path = write({"chat": turns, "solution": "4"})
     prompt = rows(path, prompt_column="chat", answer_column="solution").train(0)
     assert prompt.messages == tuple(turns)
-    assert prompt.columns == {"solution": "4"}
-    assert rows(path, prompt_column="chat", answer_column=None).train(0) == prompt
+    assert prompt.columns == {"solution": "4", "answer": "4"}
+    assert prompt.is_chat
+    assert rows(path, prompt_column="chat", answer_column=None).train(0).columns == {"solution": "4"}
 
 
 texts = st.lists(st.sampled_from(["a", "b b", "c  c", "c c", "d", "e e e e", " a", "f"]), min_size=1, max_size=25)
@@ -289,6 +293,13 @@ GOOD = {"prompt": "Two and two?", "answer": "4"}
         ({"prompt": [{"role": "user"}], "answer": 1}, 'line 3: column "prompt" must be text or a list'),
         ({"prompt": [], "answer": 1}, 'line 3: column "prompt" must be text or a list'),
         ({"prompt": "?", "answer": 1, "completions": []}, 'line 3: column "completions" is a name'),
+        ({"prompt": "?", "answer": " "}, 'line 3: column "answer" is empty'),
+        ({"prompt": "?", "answer": None}, 'line 3: column "answer" is empty'),
+        ({"prompt": "?", "answer": float("nan")}, 'line 3: column "answer" is empty'),
+        (
+            {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}], "answer": 1},
+            'line 3: column "prompt" ends with an answer',
+        ),
     ],
 )
 def test_a_bad_line_is_a_one_line_error_with_its_number(write, bad, fault):
@@ -304,6 +315,12 @@ def test_a_file_that_is_not_text_names_the_line(write):
         rows(path)
 
 
+def test_a_byte_order_mark_in_front_of_the_first_line_is_no_part_of_it(write):
+    path = write(GOOD)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert rows(path).train(0).columns["answer"] == GOOD["answer"]
+
+
 def test_a_missing_or_empty_file_is_an_error(write, tmp_path):
     with pytest.raises(DataError, match=r"cannot read .*nowhere.jsonl: No such file"):
         rows(tmp_path / "nowhere.jsonl")
@@ -316,9 +333,88 @@ def test_a_file_in_which_every_prompt_is_too_long_is_an_error(write):
         rows(write(GOOD), max_prompt_tokens=1)
 
 
+def test_a_long_prompt_can_be_refused_instead_and_is_named(write):
+    path = write(GOOD, {"prompt": "one two three four", "answer": 1})
+    with pytest.raises(DataError, match=r"line 2: the prompt has 4 tokens, rollout.max_prompt_tokens = 3; raise it"):
+        rows(path, max_prompt_tokens=3, on_long_prompt="refuse")
+
+
+# Other forms of files
+
+VERL = {
+    "data_source": "sums",
+    "prompt": [{"role": "user", "content": "Two and two?"}],
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 0},
+}
+
+
+def test_a_parquet_file_has_the_rows_of_the_same_jsonl_and_a_dot_leads_into_a_column(write, tmp_path):
+    pq.write_table(pa.Table.from_pylist([VERL, VERL]), tmp_path / "data.parquet")
+    settings = {"answer_column": "reward_model.ground_truth"}
+    prompt = rows(tmp_path / "data.parquet", source="parquet", **settings).train(0)
+    line = rows(write(VERL, VERL), **settings).train(0)
+    assert prompt.prompt_id in ("row-1", "row-2")
+    assert (prompt.messages, prompt.columns, prompt.token_ids) == (line.messages, line.columns, line.token_ids)
+    assert prompt.columns["answer"] == "4"
+
+
+def test_a_saved_data_set_is_read_split_by_split(tmp_path):
+    folder = tmp_path / "saved"
+    for split, answer in (("train", 1), ("test", 2)):
+        table = pa.Table.from_pylist([{"prompt": f"{split}?", "answer": answer}])
+        (folder / split).mkdir(parents=True)
+        with (
+            pa.OSFile(str(folder / split / "data-0.arrow"), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as out,
+        ):
+            out.write_table(table)
+        (folder / split / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    assert rows(folder, source="huggingface").train(0).columns == {"answer": 1}
+    assert rows(folder, source="huggingface", split="test").train(0).columns == {"answer": 2}
+    assert rows(folder / "test", source="huggingface").train(0).columns == {"answer": 2}
+    with pytest.raises(DataError, match=r"has the splits \['train', 'test'\], not 'dev'; set data.split"):
+        rows(folder, source="huggingface", split="dev")
+
+
+def test_a_hubs_folder_of_parquet_files_is_read_by_the_names_of_its_files(tmp_path):
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        table = pa.Table.from_pylist([{"prompt": split, "answer": split}])
+        pq.write_table(table, tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    assert rows(tmp_path, source="huggingface", split="test").train(0).columns == {"answer": "test"}
+    with pytest.raises(DataError, match=r"no saved data set .* no dev\*.parquet"):
+        rows(tmp_path, source="huggingface", split="dev")
+
+
+def test_a_parquet_file_that_is_none_is_named(tmp_path):
+    (tmp_path / "data.parquet").write_text("no such thing")
+    with pytest.raises(DataError, match=r"data.parquet is damaged"):
+        rows(tmp_path / "data.parquet", source="parquet")
+    with pytest.raises(DataError, match=r"there is no .*absent.parquet"):
+        rows(tmp_path / "absent.parquet", source="parquet")
+
+
+def test_one_of_several_data_sets_in_a_folder_has_to_be_named(tmp_path):
+    for name in ("main", "other"):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"prompt": [name], "answer": ["1"]}), tmp_path / name / "train-0.parquet")
+    with pytest.raises(DataError, match=r"holds several data sets, in .*main, .*other; name one"):
+        rows(tmp_path, source="huggingface")
+    assert rows(tmp_path / "main", source="huggingface").size == 1
+
+
+def test_a_value_that_python_cannot_hold_is_named_with_its_file(tmp_path):
+    table = pa.table({"prompt": ["?"], "answer": ["1"], "at": pa.array([1], pa.timestamp("ns"))})
+    pq.write_table(table, tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=r"data.parquet has a value that cannot be read: .*; leave its column out"):
+        rows(tmp_path / "data.parquet", source="parquet")
+
+
 def test_an_unknown_source_is_an_error():
     with pytest.raises(DataError, match=r"data.source must be"):
-        open_dataset(source="parquet", seed=0, held_out=0, tokenize=count_words, max_prompt_tokens=9)
+        open_dataset(source="csv", seed=0, held_out=0, tokenize=count_words, max_prompt_tokens=9)
 
 
 RECIPES_DIGEST = """

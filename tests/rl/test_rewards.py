@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dora_rl.rl.errors import RewardError
 from dora_rl.rl.rewards import combine, exact_answer, load_reward
+from dora_rl.rl.signatures import AnswerGroup, caller, check_call
 
 answers = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=6)
 
@@ -19,15 +20,24 @@ def exact(completion: str, answer: object = "12") -> float:
     return value
 
 
-def score(functions, completions=("a", "b"), **columns):
+def score_chat(function, turns, **columns):
+    group = AnswerGroup(
+        prompt=turns, prompt_text="", prompt_ids=(), completions=["a", "b"], completion_ids=[[1], [2]], columns=columns
+    )
+    return combine({"f": caller(function)}, group)
+
+
+def score(functions, completions=("a", "b"), weights=None, **columns):
     """Every function's verdict on the completions; the row's position is its only token."""
-    return combine(
-        functions,
-        prompts=["?"] * len(completions),
+    group = AnswerGroup(
+        prompt="?",
+        prompt_text="<ask>?",
+        prompt_ids=(1, 2),
         completions=list(completions),
         completion_ids=[[row] for row in range(len(completions))],
         columns=columns,
     )
+    return combine({name: caller(function) for name, function in functions.items()}, group, weights=weights)
 
 
 @given(work=st.text(max_size=40), answer=answers, space=st.text(" \n\t", max_size=3))
@@ -135,7 +145,7 @@ def test_every_column_reaches_the_function_with_one_entry_per_completion():
         seen.update(arguments)
         return [0.0, 0.0]
 
-    score({"remember": remember}, answer=["7", "7"], task=["sum", "sum"])
+    score({"remember": remember}, answer="7", task="sum")
     assert seen == {
         "prompts": ["?", "?"],
         "completions": ["a", "b"],
@@ -188,6 +198,113 @@ def test_numbers_of_other_libraries_are_numbers():
     assert only.value == 0.5
 
 
-def test_a_column_of_the_wrong_length_is_an_error():
-    with pytest.raises(RewardError, match="2 completions came with 1 entries of 'answer'"):
-        score({"f": lambda **_: [0.0, 0.0]}, answer=["7"])
+def test_weights_multiply_each_functions_values_before_they_are_added_up():
+    (only,) = score({"a": lambda **_: [1.0], "b": lambda **_: [4.0]}, ["x"], weights={"a": 2.0, "b": 0.25})
+    assert (only.value, only.values) == (3.0, {"a": 1.0, "b": 4.0})
+
+
+# Functions of other systems
+
+
+def test_a_function_of_trl_gets_turns_where_the_prompt_is_a_chat_and_text_where_it_is_text():
+    def of_chat(completions, solution, log_extra=None, **kwargs):
+        return [
+            float(completion[0]["content"] == answer) for completion, answer in zip(completions, solution, strict=True)
+        ]
+
+    turns = [{"role": "user", "content": "?"}]
+    assert [one.value for one in score_chat(of_chat, turns, solution="b")] == [0.0, 1.0]
+    assert [one.value for one in score({"f": lambda completions, **_: map(len, completions)})] == [1.0, 1.0]
+
+
+def test_a_function_of_verl_gets_one_answer_at_a_time_and_may_return_more_than_the_score():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        assert (data_source, extra_info) == ("sums", {"index": 3})
+        return {"score": float(solution_str == ground_truth), "acc": True}
+
+    truth = {"ground_truth": "a", "style": "rule"}
+    columns = {"data_source": "sums", "reward_model": truth, "extra_info": {"index": 3}}
+    assert [one.value for one in score({"f": compute_score}, **columns)] == [1.0, 0.0]
+
+
+def test_a_function_that_names_less_gets_less():
+    def compute_score(solution_str, ground_truth, method="strict"):
+        return float(solution_str == ground_truth and method == "strict")
+
+    assert [one.value for one in score({"f": compute_score}, answer="b", level="easy")] == [0.0, 1.0]
+
+
+def test_a_function_of_areal_gets_one_answers_text_and_tokens_beside_the_columns():
+    def reward(prompt, completions, prompt_ids, completion_ids, answer, **kwargs):
+        assert (prompt, prompt_ids) == ("<ask>?", [1, 2])
+        return int(completions == answer) + 10 * completion_ids[0]
+
+    assert [one.value for one in score({"f": reward}, answer="b", task="sum")] == [0.0, 11.0]
+
+
+def test_a_function_of_openrlhf_gets_prompt_and_answer_as_one_text():
+    def reward_func(queries, prompts, labels, **kwargs):
+        rows = zip(queries, prompts, labels, strict=True)
+        rewards = [float(query.removeprefix(prompt) == label) for query, prompt, label in rows]
+        return {"rewards": Tensor(rewards), "scores": Tensor(rewards), "extra_logs": {}}
+
+    class Tensor:
+        def __init__(self, values):
+            self.values = values
+
+        def tolist(self):
+            return self.values
+
+    assert [one.value for one in score({"f": reward_func}, answer="a")] == [1.0, 0.0]
+
+
+def test_a_reference_that_the_data_lack_is_named():
+    with pytest.raises(RewardError, match=r"raised on row 0: .*only the columns \['task'\]; name the one"):
+        score({"f": lambda solution_str, ground_truth: 1.0}, task="sum")
+
+
+@pytest.mark.parametrize(
+    ("right", "values"),
+    [
+        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]),
+        ([0.0, 0.0, None], [0.0, 0.0, None]),
+        ([1.0, 0.0, 1.0], [0.9, -0.2, 0.7]),
+    ],
+)
+def test_shaping_counts_only_where_the_task_itself_tells_answers_apart(right, values):
+    # Regression 16: a length penalty made groups look mixed in which every answer was right.
+    group = AnswerGroup(
+        prompt="?", prompt_text="?", prompt_ids=[1], completions=["a", "b", "c"], completion_ids=[[1]] * 3, columns={}
+    )
+    functions = {"right": lambda _: right, "brief": lambda _: [-0.1, -0.2, -0.3]}
+    scores = combine(functions, group, shaping=["brief"])
+    assert [score.value for score in scores] == pytest.approx(values)
+    assert [score.values["brief"] for score in scores] == [-0.1, -0.2, -0.3]
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [
+        ("async def f(completions, **columns): ...", "is async"),
+        (
+            "def f(completions, difficulty): ...",
+            "needs 'difficulty', but gets only answer, completion_ids, completions",
+        ),
+        ("def f(completions, /): ...", "'completions' is positional only"),
+        ("def f(queries, prompts, labels, scale): ...", "needs 'scale'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_it_is(function, fault):
+    names: dict[str, object] = {}
+    exec(function, names)  # noqa: S102
+    with pytest.raises(RewardError, match=fault):
+        check_call("f", names["f"], {"answer": "1"})
+
+
+def test_a_function_of_another_system_is_refused_when_the_data_have_no_reference():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return 0.0
+
+    check_call("compute_score", compute_score, {"answer": "1"})
+    with pytest.raises(RewardError, match="needs a reference answer"):
+        check_call("compute_score", compute_score, {"difficulty": 1})

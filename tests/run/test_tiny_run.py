@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +60,48 @@ def test_every_version_was_proved_to_be_the_published_one(run: Path) -> None:
     kept = [json.loads((folder / "version.json").read_text()) for folder in sorted((run / "weights").iterdir())]
     assert [one["parent"] for one in kept] == [one["version"] - 1 for one in kept]
     assert len({one["checksum"] for one in kept}) == len(kept)
+
+
+def test_ten_figures_of_every_iteration_are_what_the_journal_says(run: Path) -> None:
+    """Counted again from the file's lines alone, by other means than the program's."""
+    entries = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()[1:]]
+    events = [entry["event"] for entry in entries]
+    commands = [command for entry in entries for command in entry["commands"]]
+    asked = {(c["rollout"], c["attempt"]): c for c in commands if c["type"] == "Generate" and c["group"] is not None}
+    segments = [e for e in events if e["type"] == "Generated" and (e["rollout"], e["attempt"]) in asked]
+    tokens: Counter[int] = Counter()
+    group_of, version_of, last = {}, {}, {}
+    for event in segments:
+        command = asked[event["rollout"], event["attempt"]]
+        tokens[event["rollout"]] += event["num_tokens"]
+        group_of[event["rollout"]], version_of[command["group"]] = command["group"], command["version"]
+        last[event["rollout"]] = event["reason"]
+    rewards = {e["group"]: e["rewards"] for e in events if e["type"] == "Scored"}
+    stepped = [e for e in events if e["type"] == "Stepped"]
+    opened = [next(e["at"] for e in events if e["type"] == "Loaded"), *(e["at"] for e in stepped)]
+    closes = [c for c in commands if c["type"] == "Close"]
+    for line, close, step, begin in zip(RunFolder(run).read_metrics(), closes, stepped, opened, strict=False):
+        left = {*close["trained"], *close["filtered"]}
+        answers = [rollout for rollout, group in group_of.items() if group in left]
+        lengths = [tokens[rollout] for rollout in answers]
+        ages = [close["trained_at"] - version_of[group] for group in close["trained"]]
+        seconds = step["at"] - begin
+        within = sum(e["num_tokens"] for e in segments if begin < e["at"] <= step["at"])
+        known = [reward for group in left for reward in rewards[group] if reward is not None]
+        expected = {
+            "groups/trained": len(close["trained"]),
+            "groups/filtered": len(close["filtered"]),
+            "staleness/mean": sum(ages) / len(ages),
+            "staleness/max": max(ages),
+            "reward/mean": sum(known) / len(known),
+            "completion/length_mean": sum(lengths) / len(lengths),
+            "completion/length_max": max(lengths),
+            "completion/clipped_share": sum(last[rollout] == "length" for rollout in answers) / len(answers),
+            "time/iteration_s": seconds,
+            "time/exposed_rollout_s": seconds - step["busy_s"],
+            "throughput/generated_tokens_per_s": within / seconds,
+        }
+        assert {name: line[name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def run(tmp_path: Path, config: Config, **fakes: Any) -> SimpleNamespace:
                 engines=engines,
                 trainer=trainer,
                 rewards=fakes.get("rewards") or FakeRewards(),
-                prompts=Questions(),
+                prompts=fakes.get("questions") or Questions(),
                 store=store,
                 rollouts_folder=tmp_path,
                 decode=str,

@@ -72,9 +72,9 @@ def functions(tmp_path_factory):
 
 
 @asynccontextmanager
-async def pool(*specs, timeout_s=30.0, workers=1):
+async def pool(*specs, timeout_s=30.0, workers=1, stop_on_error=False):
     """With a deadline: a pool that hangs is a failure of the test, not of the patience of whoever runs it."""
-    opened = RewardPool(specs, workers=workers, timeout_s=timeout_s)
+    opened = RewardPool(specs, workers=workers, timeout_s=timeout_s, decode=str, stop_on_error=stop_on_error)
     try:
         async with asyncio.timeout(120):
             yield opened
@@ -83,7 +83,8 @@ async def pool(*specs, timeout_s=30.0, workers=1):
 
 
 def prompt(**columns) -> Prompt:
-    return Prompt(prompt_id="p", messages=({"role": "user", "content": "?"},), token_ids=(1,), columns=columns)
+    question = ({"role": "user", "content": "?"},)
+    return Prompt(prompt_id="p", messages=question, token_ids=(1,), columns=columns, is_chat=False)
 
 
 async def score(opened, *completions, **columns):
@@ -134,9 +135,18 @@ def test_an_exception_costs_the_group_its_rewards_and_names_function_and_row(fun
             broken = await score(opened, "1", "one")
             whole = await score(opened, "1", "2")
         assert [result.value for result in broken] == [None, None]
-        assert all("reward function parse raised on row 1: ValueError" in result.note for result in broken)
+        assert all("prompt p: reward function parse raised on row 1: ValueError" in result.note for result in broken)
         assert all("\n" not in result.note for result in broken)
         assert [result.value for result in whole] == [1.0, 2.0]
+
+    asyncio.run(story())
+
+
+def test_an_exception_is_an_error_where_the_run_is_to_stop_at_it(functions):
+    async def story():
+        async with pool(f"{functions}:parse", stop_on_error=True) as opened:
+            with pytest.raises(RemoteError, match="reward function parse raised on row 1"):
+                await score(opened, "1", "one")
 
     asyncio.run(story())
 
@@ -157,7 +167,7 @@ def test_a_group_that_kills_two_workers_has_no_rewards_and_the_next_group_has(fu
             deadly = await score(opened, "die", "x")
             harmless = await score(opened, "x")
         assert [result.value for result in deadly] == [None, None]
-        assert all(result.note.startswith("two reward workers died scoring it: ") for result in deadly)
+        assert all(result.note.startswith("prompt p: two reward workers died scoring it: ") for result in deadly)
         assert [result.value for result in harmless] == [1.0]
 
     asyncio.run(story())

@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dora_rl.bench import step1, step2
+from dora_rl.bench import step1, step2, step3
 from dora_rl.bench.means import Lines, judged, machine, output_of
 
 RESULTS = Path("docs/results")
-STEPS: dict[int, Lines] = {1: step1.LINES, 2: step2.LINES}
+STEPS: dict[int, Lines] = {1: step1.LINES, 2: step2.LINES, 3: step3.LINES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,13 +8,18 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dora_rl import __version__
+from dora_rl.cli.guardian import guarded
 from dora_rl.config import Config, ConfigError, load_config
+
+
+def run() -> int:
+    """What the shell calls."""
+    return guarded(main)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"dora-rl: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"dora-rl: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("dora-rl: interrupted", file=sys.stderr)
         return 130
@@ -49,7 +60,16 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="section.key=VALUE", help="change one setting (may be repeated)"
     )
     train.add_argument("--run-dir", type=Path, metavar="DIR", help="the run's own folder (default: runs/NAME-TIME)")
+    train.add_argument("--quiet", action="store_true", help="print the result alone")
     train.set_defaults(run=_train)
+
+    data = commands.add_parser("data", help="show the first prompts as the model will see them")
+    data.add_argument("config", type=Path, metavar="CONFIG.toml")
+    data.add_argument(
+        "--set", action="append", default=[], metavar="section.key=VALUE", help="change one setting (may be repeated)"
+    )
+    data.add_argument("--rows", type=_count, default=3, metavar="N", help="how many (default: 3)")
+    data.set_defaults(run=_data)
 
     audit = commands.add_parser("audit", help="prove from a run's folder that it kept its promises")
     audit.add_argument("folder", type=Path, metavar="RUN")
@@ -100,17 +120,26 @@ def _train(arguments: argparse.Namespace) -> int:
     config: Config = load_config(arguments.config, arguments.set)
     # Only here: they import torch, Ray and vLLM, and a mistake in the configuration should not wait for that.
     from dora_rl.cli.launch import default_folder, prepare, train
+    from dora_rl.cli.screen import open_screen
+    from dora_rl.cli.stopping import Stopping
     from dora_rl.core.messages import ProtocolError
     from dora_rl.wire.errors import RemoteError
 
-    # As Ctrl-C, which ends every process; later the run takes both over.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = prepare(config, arguments.run_dir or default_folder(config), _say)
-    try:
-        return asyncio.run(train(run, _say))
-    except (RemoteError, ProtocolError, OSError) as error:  # a full disk is OSError
-        print(f"dora-rl: the run failed: {error}", file=sys.stderr)
-        return 1
+    with Stopping() as stopping, open_screen(quiet=arguments.quiet) as screen:
+        run = prepare(config, arguments.run_dir or default_folder(config), screen.line)
+        try:
+            return asyncio.run(train(run, screen, stopping))
+        except (RemoteError, ProtocolError, OSError) as error:  # a full disk is OSError
+            print(f"dora-rl: the run failed: {error}", file=sys.stderr)
+            return 1
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.set)
+    from dora_rl.cli.data import show_data
+
+    show_data(config, arguments.rows, _say)
+    return 0
 
 
 def _audit(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,6 @@
 
 import sys
 
-from dora_rl.cli import main
+from dora_rl.cli import run
 
-sys.exit(main())
+sys.exit(run())

@@ -10,25 +10,32 @@ stop         every process, on every path
 import asyncio
 import contextlib
 import datetime
+import json
+import os
 import shutil
-import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
+from dora_rl.cli.capacity import check_capacity, check_kv_cache
+from dora_rl.cli.data import check_path, open_data
+from dora_rl.cli.guardian import INTERRUPTED
 from dora_rl.cli.pacing import report_pace
 from dora_rl.cli.recorder import Print, Recorder, TimedOrchestrator
+from dora_rl.cli.screen import Screen
+from dora_rl.cli.stopping import Stopping
 from dora_rl.cli.throughput import measure_floor
 from dora_rl.config import Config, ConfigError, dump_config
 from dora_rl.core.types import InstanceId
 from dora_rl.obs.folder import RunFolder
 from dora_rl.rl.chat import Chat
-from dora_rl.rl.datasets import Dataset, open_dataset
+from dora_rl.rl.datasets import Dataset
 from dora_rl.rl.errors import DataError, RewardError
 from dora_rl.rl.rewards import load_reward
+from dora_rl.rl.signatures import check_call
 from dora_rl.runtime.cluster import (
     RemoteEngine,
     RemoteTrainer,
@@ -42,10 +49,13 @@ from dora_rl.runtime.driver import Inbox, drive
 from dora_rl.runtime.hands import Hands
 from dora_rl.runtime.rewards import RewardPool
 from dora_rl.train.rank import TrainerRank
-from dora_rl.train.source import prepare_model, stop_token_ids
+from dora_rl.train.source import prepare_model, prepare_tokenizer, stop_token_ids
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.open_store import OpenStore
 from dora_rl.wire.weights import RayTransport
+
+END_S = 5.0
+"""How long engines and workers may take to end by themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,33 +77,25 @@ def default_folder(config: Config) -> Path:
 
 def prepare(config: Config, path: Path, out: Print) -> Prepared:
     """Make the run's folder with its model in it, and open the data. Raises ConfigError, and then leaves no folder."""
-    folder, existed = RunFolder(path), path.exists()
+    folder = RunFolder(path)
     try:
+        made = _first_missing(path)
         folder.create(dump_config(config))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name that is too long, or that is no text
         raise ConfigError(f"{path} cannot become a run's folder ({error}); name a new one with --run-dir") from error
     try:
         # Cheap mistakes first: converting a model takes half a minute.
-        for name in config.reward.functions:
-            load_reward(name)
-        if config.data.path is not None and not Path(config.data.path).is_file():
-            raise DataError(f"data.path: there is no file {config.data.path}; name an existing one")
+        functions = {name: load_reward(name) for name in config.reward.functions}
+        check_path(config.data.path)
         out(f"preparing {config.model.path} and its data")
         model_dir = path / "model"
-        prepare_model(config.model.path, model_dir)
+        prepare_tokenizer(config.model.path, model_dir)
         chat = Chat(model_dir)
-        dataset = open_dataset(
-            source=config.data.source,
-            path=config.data.path,
-            tasks=config.data.tasks,
-            worked_examples=config.data.worked_examples,
-            prompt_column=config.data.prompt_column,
-            answer_column=config.data.answer_column or None,
-            seed=config.run.seed,
-            held_out=config.eval.prompts,
-            tokenize=chat.tokenize,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-        )
+        dataset = open_data(config, chat)
+        for name, function in functions.items():
+            check_call(name, function, dataset.train(0).columns)
+        prepare_model(config.model.path, model_dir)
+        check_model(config, model_dir)
         if dataset.skipped:
             limit = config.rollout.max_prompt_tokens
             out(f"{dataset.skipped} prompts are longer than rollout.max_prompt_tokens = {limit} and left out")
@@ -106,22 +108,46 @@ def prepare(config: Config, path: Path, out: Print) -> Prepared:
             stop_token_ids=stop_token_ids(model_dir),
         )
     except (DataError, RewardError) as error:
-        _remove(path, keep=existed)
+        _remove(path, made)
         raise ConfigError(str(error)) from error
     except BaseException:
-        _remove(path, keep=existed)
+        _remove(path, made)
         raise
 
 
-def _remove(path: Path, *, keep: bool) -> None:
+def check_model(config: Config, folder: Path) -> None:
+    """Raises ConfigError when answers would be longer than the model can read, or this machine is too small for it."""
+    facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    longest = facts.get("max_position_embeddings")
+    if longest is not None and config.max_model_tokens > longest:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens + rollout.max_completion_tokens = {config.max_model_tokens} tokens, but the "
+            f"model reads {longest}; lower one of them"
+        )
+    check_kv_cache(config, facts)
+    if "RAY_ADDRESS" not in os.environ:
+        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        check_capacity(config, weight_bytes=weights, vocabulary=facts.get("vocab_size", 0))
+
+
+def _first_missing(path: Path) -> Path | None:
+    """The outermost folder that has to be made for this one; None when it is there."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    return missing[-1] if missing else None
+
+
+def _remove(path: Path, made: Path | None) -> None:
     """Take back what `prepare` made; a folder that was there before stays, empty as it was."""
     for inside in path.iterdir():
         if inside.is_dir():
             shutil.rmtree(inside)
         else:
             inside.unlink()
-    if not keep:
-        path.rmdir()
+    if made is not None:
+        for folder in (path, *path.parents):
+            folder.rmdir()
+            if folder == made:
+                return
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,9 +169,18 @@ async def processes(run: Prepared) -> AsyncIterator[Processes]:
         check_devices(config)
         actor = ray.remote(concurrency_groups={"publish": 1})(TrainerRank).options(**trainer_options(config))
         path = run.folder.path.resolve()
-        trainer = RemoteTrainer(actor.remote(config, model_dir, path / "weights", path / "export", RayTransport()))
+        folders = path / "weights", path / "export"
+        trainer = RemoteTrainer(actor.remote(config, model_dir, *folders, RayTransport(), path / "checkpoints"))
         engines = start_engines(config, str(model_dir))
-        rewards = RewardPool(config.reward.functions, workers=config.reward.workers, timeout_s=config.reward.timeout_s)
+        rewards = RewardPool(
+            config.reward.functions,
+            workers=config.reward.workers,
+            timeout_s=config.reward.timeout_s,
+            decode=run.chat.decode_all,
+            weights=config.reward.weights,
+            shaping=config.reward.shaping,
+            stop_on_error=config.reward.on_error == "stop",
+        )
         yield Processes(engines=engines, trainer=trainer, rewards=rewards)
     finally:
         ended = [engine.shutdown() for engine in engines.values()]
@@ -154,67 +189,75 @@ async def processes(run: Prepared) -> AsyncIterator[Processes]:
         try:
             # Whoever does not end in time is ended with the cluster; the run's own result must not be lost over it.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*ended, return_exceptions=True), timeout=60)
+                await asyncio.wait_for(asyncio.gather(*ended, return_exceptions=True), END_S)
         finally:
             stop_cluster()
 
 
-async def train(run: Prepared, out: Print) -> int:
-    """Run to the end. Returns the exit status: 0 done, 1 failed (the reason is printed), 130 interrupted."""
-    config, core, inbox = run.config, TimedOrchestrator(run.config), Inbox()
-    recorder = Recorder(config, run.folder, core, out)
-    out(f"starting {config.rollout.instances} instances and the trainer; the run's folder is {run.folder.path}")
+async def train(run: Prepared, screen: Screen, stopping: Stopping) -> int:
+    """Run to the end. Returns the exit status: 0 done, 130 interrupted. Raises RemoteError, a failed run's reason."""
+    config, core = run.config, TimedOrchestrator(run.config)
+    recorder = Recorder(config, run.folder, core, screen)
+    screen.line(f"starting {config.rollout.instances} instances and the trainer; the run's folder is {run.folder.path}")
+    this, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert this is not None
     try:
-        async with processes(run) as others:
-            with OpenStore(run.folder.open_db) as store:
-                hands = Hands(
-                    config,
-                    inbox=inbox,
-                    engines=others.engines,
-                    trainer=others.trainer,
-                    rewards=others.rewards,
-                    prompts=run.dataset,
-                    store=store,
-                    rollouts_folder=run.folder.rollouts,
-                    decode=run.chat.decode,
-                    stop_token_ids=run.stop_token_ids,
-                    listener=recorder,
-                )
-                hands.begin(prompts=_prompts(run))
-                with _interruptible(hands.interrupt):
-                    await drive(core, hands, inbox, recorder.record)
-                await hands.stop()
-            if core.state.stopped is not None:
-                raise RemoteError(core.state.stopped)
-            recorder.finish("interrupted" if core.state.interrupted else "finished")
-            if config.pace is not None:
-                await report_pace(run.folder.path, others.engines.values(), others.trainer, out)
-            if config.run.measure_floor and not core.state.interrupted:
-                try:
-                    await measure_floor(run.folder, config, others.engines.values(), others.trainer, out)
-                except (RemoteError, ValueError) as error:
-                    out(f"the throughput floor could not be measured: {error}")
+        with stopping.asks(lambda: loop.call_soon_threadsafe(this.cancel)):
+            async with processes(run) as others:
+                await _drive(run, core, others, recorder, stopping)
+                if core.state.stopped is not None:
+                    raise RemoteError(core.state.stopped)
+                recorder.finish("interrupted" if core.state.interrupted else "finished")
+                if not core.state.interrupted:
+                    await _measure(run, others, screen)
+    except asyncio.CancelledError:  # asked to end before the first answer, or while it measured
+        recorder.finish("interrupted")
+        return INTERRUPTED
     finally:
         recorder.close()
-    return 130 if core.state.interrupted else 0
+    return INTERRUPTED if core.state.interrupted else 0
+
+
+async def _drive(
+    run: Prepared, core: TimedOrchestrator, others: Processes, recorder: Recorder, stopping: Stopping
+) -> None:
+    """The core's loop, until it is done; from here on an interrupt is an event like others."""
+    inbox, loop = Inbox(), asyncio.get_running_loop()
+    with OpenStore(run.folder.open_db) as store:
+        hands = Hands(
+            run.config,
+            inbox=inbox,
+            engines=others.engines,
+            trainer=others.trainer,
+            rewards=others.rewards,
+            prompts=run.dataset,
+            store=store,
+            rollouts_folder=run.folder.rollouts,
+            decode=run.chat.decode,
+            stop_token_ids=run.stop_token_ids,
+            listener=recorder,
+        )
+        hands.begin(prompts=_prompts(run))
+        try:
+            with stopping.asks(lambda: loop.call_soon_threadsafe(hands.interrupt)):
+                await drive(core, hands, inbox, recorder.record)
+        finally:
+            await hands.stop()
+
+
+async def _measure(run: Prepared, others: Processes, screen: Screen) -> None:
+    """What this machine could have done, with the same processes."""
+    engines, trainer = others.engines.values(), others.trainer
+    if run.config.pace is not None:
+        await report_pace(run.folder.path, engines, trainer, screen.result)
+    if run.config.run.measure_floor:
+        try:
+            await measure_floor(run.folder, run.config, engines, trainer, screen.result)
+        except (RemoteError, ValueError) as error:
+            screen.line(f"the throughput floor could not be measured: {error}")
 
 
 def _prompts(run: Prepared) -> int | None:
     """How many training prompts the run may use in all; None: as many as it needs."""
     size, epochs = run.dataset.size, run.config.data.epochs
     return None if size is None or epochs == 0 else size * epochs
-
-
-class _interruptible:
-    """While the block runs, Ctrl-C (or a polite kill) calls a function instead of raising wherever it strikes."""
-
-    def __init__(self, interrupt: Callable[[], None]) -> None:
-        self._interrupt = interrupt
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().remove_signal_handler(number)

@@ -58,6 +58,10 @@ class Chat:
         """The text of an answer, special tokens left out. For rewards and people: nothing is ever re-tokenised."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The same with special tokens: a prompt as the model sees it."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template:
     file = folder / "chat_template.jinja"

@@ -8,11 +8,11 @@ prompts are told apart by what the question says, not by where it stands. Knows 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from dora_rl.rl.errors import DataError
+from dora_rl.rl.rows import Row, read_rows
 from dora_rl.rl.tasks import ENTRIES, INSTRUCTION, Problem, Task, find_task, is_one_line
 from dora_rl.wire.rollouts import Prompt
 
@@ -24,9 +24,6 @@ HELD_OUT_SHARE = 0.25
 
 MAX_DRAWS = 2000
 """Draws for one prompt before its task is called exhausted."""
-
-RESERVED = ("prompts", "completions", "completion_ids")
-"""Names that a reward function already uses; a column cannot have them."""
 
 
 class Dataset(Protocol):
@@ -52,6 +49,8 @@ def open_dataset(
     worked_examples: int = 3,
     prompt_column: str = "prompt",
     answer_column: str | None = "answer",
+    split: str = "train",
+    on_long_prompt: str = "skip",
     seed: int,
     held_out: int,
     tokenize: Tokenize,
@@ -66,12 +65,12 @@ def open_dataset(
             raise DataError('data.tasks is empty; name at least one task, for example tasks = ["letter_counting"]')
         recipes = tuple(find_task(name) for name in tasks)
         return TaskStream(recipes, worked_examples, seed, held_out, tokenize, max_prompt_tokens)
-    if source == "jsonl":
-        if path is None:
-            raise DataError('data.path is missing; name the file that source = "jsonl" reads')
-        rows = read_jsonl(Path(path), prompt_column, answer_column)
-        return RowStream(rows, path, seed, held_out, tokenize, max_prompt_tokens)
-    raise DataError(f'data.source must be "reasoning_gym" or "jsonl", got {source!r}')
+    if source not in ("jsonl", "parquet", "huggingface"):
+        raise DataError(f'data.source must be "reasoning_gym", "jsonl", "parquet" or "huggingface", got {source!r}')
+    if path is None:
+        raise DataError(f'data.path is missing; name what source = "{source}" reads')
+    rows = read_rows(source, Path(path), split, prompt_column, answer_column)
+    return RowStream(rows, path, seed, held_out, tokenize, max_prompt_tokens, refuse_long=on_long_prompt == "refuse")
 
 
 class TaskStream:
@@ -164,33 +163,35 @@ class TaskStream:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of a JSONL file."""
-
-    line: int
-    messages: tuple[Mapping[str, str], ...]
-    columns: Mapping[str, Any]
-
-    @property
-    def content(self) -> str:
-        """What makes two rows the same question; white space does not tell them apart."""
-        return json.dumps([[turn["role"], _normal(turn["content"])] for turn in self.messages])
-
-
 class RowStream:
-    """The rows of a finite file, again and again: every training row once an epoch, in a new order each epoch.
+    """The rows of finite data, again and again: every training row once an epoch, in a new order each epoch.
 
     Both the held-out rows and an epoch's order come from sorting by hash: leaving a row out (too long, held out)
     cannot change the order of the others.
     """
 
     def __init__(
-        self, rows: Sequence[Row], name: str, seed: int, held_out: int, tokenize: Tokenize, max_prompt_tokens: int
+        self,
+        rows: Sequence[Row],
+        name: str,
+        seed: int,
+        held_out: int,
+        tokenize: Tokenize,
+        max_prompt_tokens: int,
+        *,
+        refuse_long: bool = False,
     ) -> None:
         self._seed = seed
         self._epoch: tuple[int, list[Prompt]] = (-1, [])
         token_ids = [tuple(tokenize(row.messages)) for row in rows]
+        if refuse_long:
+            for row, ids in zip(rows, token_ids, strict=True):
+                if len(ids) > max_prompt_tokens:
+                    raise DataError(
+                        f"{name}, {row.name.replace('-', ' ')}: the prompt has {len(ids)} tokens, "
+                        f"rollout.max_prompt_tokens = {max_prompt_tokens}; raise it, or set data.on_long_prompt = "
+                        '"skip" to leave such prompts out'
+                    )
         fitting = [(row, ids) for row, ids in zip(rows, token_ids, strict=True) if len(ids) <= max_prompt_tokens]
         self.skipped = len(rows) - len(fitting)
         contents = sorted({row.content for row, _ in fitting}, key=lambda content: _number("split", content))
@@ -227,57 +228,10 @@ class RowStream:
         return self._epoch[1][place]
 
 
-def read_jsonl(path: Path, prompt_column: str, answer_column: str | None) -> list[Row]:
-    """Read every row. Raises DataError with the number of the first line that is wrong."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; data.path must name a JSONL file") from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from error
-    rows = [
-        _read_row(f"{path}, line {number}", number, line, prompt_column, answer_column)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-    if not rows:
-        raise DataError(f"{path} has no rows; write one JSON object a line")
-    return rows
-
-
-def _read_row(where: str, number: int, line: str, prompt_column: str, answer_column: str | None) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error}); write one JSON object a line") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}; write one object a line")
-    for setting, column in (("prompt_column", prompt_column), ("answer_column", answer_column)):
-        if column is not None and column not in row:
-            raise DataError(f'{where}: no column "{column}", only {sorted(row)}; set data.{setting} or add the column')
-    taken = [name for name in RESERVED if name in row and name != prompt_column]
-    if taken:
-        raise DataError(f'{where}: column "{taken[0]}" is a name that reward functions use; rename it')
-    columns = {name: value for name, value in row.items() if name != prompt_column}
-    return Row(number, _read_messages(where, prompt_column, row[prompt_column]), columns)
-
-
-def _read_messages(where: str, column: str, value: Any) -> tuple[Mapping[str, str], ...]:
-    if isinstance(value, str) and value.strip():
-        return (_turn("user", value),)
-    if isinstance(value, list) and value and all(_is_turn(turn) for turn in value):
-        return tuple(_turn(turn["role"], turn["content"]) for turn in value)
-    wanted = 'text or a list of {"role": ..., "content": ...}'
-    raise DataError(f'{where}: column "{column}" must be {wanted}, got {json.dumps(value)[:60]}')
-
-
-def _is_turn(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
-
-
 def _row_prompt(row: Row, token_ids: tuple[int, ...]) -> Prompt:
-    return Prompt(prompt_id=f"line-{row.line}", messages=row.messages, token_ids=token_ids, columns=row.columns)
+    return Prompt(
+        prompt_id=row.name, messages=row.messages, token_ids=token_ids, columns=row.columns, is_chat=row.is_chat
+    )
 
 
 def _opening(examples: Sequence[Problem]) -> tuple[Mapping[str, str], ...]:

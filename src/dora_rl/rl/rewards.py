@@ -4,12 +4,15 @@ Knows texts and columns of one prompt group; knows nothing of processes, time li
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Protocol, cast
+from typing import Any
 
+from dora_rl.core.types import has_spread
 from dora_rl.rl.errors import RewardError
+from dora_rl.rl.signatures import AnswerGroup, Call, text_of
 
 LARGEST = 1e6
 """Largest reward: beyond it the float32 that they are kept in cannot tell answers apart."""
@@ -18,35 +21,19 @@ ASKED_FORM = "Answer: "
 """How the last line of an answer begins; `tasks.INSTRUCTION` asks for it."""
 
 
-class RewardFunction(Protocol):
-    """One number per completion, or None for a completion that it does not judge.
-
-    Every argument is a list with one entry per completion; `columns` are the data set's other columns, repeated.
-    """
-
-    def __call__(
-        self,
-        *,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
-    ) -> Sequence[float | None]: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
     """What one completion is worth."""
 
     value: float | None
-    """The sum over the functions that judged it; None when none did."""
+    """The weighted sum over the functions that judged it; None when none did."""
 
     values: Mapping[str, float | None]
-    """By function."""
+    """By function, before weighting."""
 
 
 def exact_answer(
-    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
+    prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any
 ) -> list[float]:
     """1.0 when the last line is exactly `Answer: X` with X the column `answer`, else 0.0.
 
@@ -57,22 +44,28 @@ def exact_answer(
         raise RewardError(f'exact_answer needs a column "answer", got {sorted(columns)}; name the data\'s column so')
     answers = [_reference(row, answer) for row, answer in enumerate(columns["answer"])]
     return [
-        float(completion.rstrip().split("\n")[-1] == ASKED_FORM + answer)
+        float(text_of(completion).rstrip().split("\n")[-1] == ASKED_FORM + answer)
         for completion, answer in zip(completions, answers, strict=True)
     ]
 
 
 def digit_share(
-    prompts: Sequence[Any], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **columns: Any
+    prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any
 ) -> list[float]:
     """The share of digits among an answer's characters, 0 to 1: a goal that even random weights can learn, for
     trying out an installation."""
-    return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
+    texts = map(text_of, completions)
+    return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]
 
 
-def load_reward(spec: str) -> RewardFunction:
+def load_reward(spec: str) -> Callable[..., Any]:
     """Import the function named `module:function`. Raises RewardError, one line, when there is none."""
     module_name, colon, name = spec.partition(":")
+    if module_name.endswith(".py") or module_name.startswith(".") or "/" in module_name:
+        raise RewardError(
+            f"reward.functions takes module:function, got {spec!r}; write the module as Python imports it, without .py "
+            "and folders, and have PYTHONPATH lead to it"
+        )
     if not (colon and module_name and name):
         raise RewardError(
             f"reward.functions takes module:function, got {spec!r}; for example dora_rl.rl.rewards:exact_answer"
@@ -86,47 +79,54 @@ def load_reward(spec: str) -> RewardFunction:
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
-        known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise RewardError(
-            f"reward.functions: {module_name} has no function {name!r}, only {known[:10]}; correct the name"
+        known = sorted(
+            key
+            for key, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", "") == module.__name__
         )
-    return cast(RewardFunction, function)  # `combine` checks what it returns, on every call
+        near = get_close_matches(name, known, n=3) or [key for key in known if not key.startswith("_")][:10]
+        raise RewardError(
+            f"reward.functions: {module_name} has no function {name!r}; did you mean one of {near}? Correct the name"
+        )
+    return function  # type: ignore[no-any-return]  # `combine` checks what it returns, on every call
 
 
 def combine(
-    functions: Mapping[str, RewardFunction],
+    functions: Mapping[str, Call],
+    group: AnswerGroup,
     *,
-    prompts: Sequence[Any],
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    columns: Mapping[str, Sequence[Any]],
+    weights: Mapping[str, float] | None = None,
+    shaping: Collection[str] = (),
 ) -> list[Score]:
     """Score one group with every function and add up the values; a None adds nothing, and nothing but None stays None.
+
+    Where the task's rewards are all equal, those of `shaping` functions (brevity, form) count for nothing: they would
+    make a group look worth learning from in which every answer is right, or none.
 
     Raises RewardError naming the function, and the row where there is one, when it raises or returns something else
     than one finite number or None per completion.
     """
-    count = len(completions)
-    for name, column in (("prompts", prompts), ("completion_ids", completion_ids), *columns.items()):
-        if len(column) != count:
-            raise RewardError(
-                f"{count} completions came with {len(column)} entries of {name!r}; pass one per completion"
-            )
+    count = len(group.completions)
     by_function: dict[str, list[float | None]] = {}
     for name, function in functions.items():
-        arguments = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         try:
-            values = function(**arguments)
-        except Exception as error:
-            row = _first_failing_row(function, arguments, count)
+            values = function(group)
+        except (Exception, SystemExit) as error:
+            row = _first_failing_row(function, group)
             where = "the whole group only" if row is None else f"row {row}"
             cause = f"{type(error).__name__}: {_one_line(error)}"
             raise RewardError(f"reward function {name} raised on {where}: {cause}; mend it or its data") from error
         by_function[name] = _checked(name, values, count)
-    return [_add_up({name: values[row] for name, values in by_function.items()}) for row in range(count)]
+    rows = [{name: values[row] for name, values in by_function.items()} for row in range(count)]
+    of_task = [_add_up(row, weights or {}, without=shaping) for row in rows]
+    if shaping and not has_spread([score.value for score in of_task]):
+        return of_task
+    return [_add_up(row, weights or {}) for row in rows]
 
 
 def _checked(name: str, values: Any, count: int) -> list[float | None]:
+    if isinstance(values, str | bytes | Mapping | Set):
+        raise RewardError(f"reward function {name} returned {type(values).__name__}; return a list, one value each")
     try:
         rows = list(values)
     except TypeError:
@@ -144,28 +144,43 @@ def _number_or_none(name: str, row: int, value: Any) -> float | None:
     if value is None:
         return None
     # numpy's and torch's scalars are numbers to everybody but isinstance.
-    value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, Real):
-        raise RewardError(f"reward function {name}, row {row}: expected a number or None, got {value!r}")
-    if not abs(float(value)) <= LARGEST:  # a NaN fails too
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        number = float(value) if isinstance(value, Real) else None
+    except (ValueError, RuntimeError, OverflowError):  # an array of several, a number of four hundred digits
+        number = None
+    if number is None:
+        raise RewardError(f"reward function {name}, row {row}: expected a number or None, got {_short(value)}")
+    if not abs(number) <= LARGEST:  # a NaN fails too
         raise RewardError(
-            f"reward function {name}, row {row}: got {value}, expected a number up to {LARGEST:g}; return None for an "
+            f"reward function {name}, row {row}: got {number}, expected a number up to {LARGEST:g}; return None for an "
             "answer it cannot judge"
         )
-    return float(value)
+    return number
 
 
-def _add_up(values: Mapping[str, float | None]) -> Score:
-    judged = [value for value in values.values() if value is not None]
+def _short(value: Any) -> str:
+    try:
+        return " ".join(repr(value).split())[:80]
+    except ValueError:  # too many digits to print
+        return f"a value of {type(value).__name__}"
+
+
+def _add_up(
+    values: Mapping[str, float | None], weights: Mapping[str, float], *, without: Collection[str] = ()
+) -> Score:
+    judged = [
+        weights.get(name, 1.0) * value for name, value in values.items() if value is not None and name not in without
+    ]
     return Score(value=sum(judged) if judged else None, values=values)
 
 
-def _first_failing_row(function: RewardFunction, arguments: Mapping[str, Sequence[Any]], count: int) -> int | None:
+def _first_failing_row(function: Call, group: AnswerGroup) -> int | None:
     """Which completion alone makes it raise: an exception out of a list does not say."""
-    for row in range(count):
+    for row in range(len(group.completions)):
         try:
-            function(**{name: [column[row]] for name, column in arguments.items()})
-        except Exception:  # noqa: BLE001 - whatever the group raised, this row does it too
+            function(group.only(row))
+        except (Exception, SystemExit):  # noqa: BLE001 - whatever the group raised, this row does it too
             return row
     return None
 

@@ -73,6 +73,9 @@ def start_engines(config: Config, model_dir: str) -> dict[InstanceId, "RemoteEng
     rollout = config.rollout
     environment = dict(CPU_ENVIRONMENT) if not rollout.gpus_per_instance else {}
     environment["OMP_NUM_THREADS"] = str(rollout.cpus_per_instance)
+    # Ray would kill an actor's children with it, among them the process that gives shared memory back. The engine ends
+    # itself when its instance is gone.
+    environment["RAY_kill_child_processes_on_worker_exit"] = "0"
     actor = ray.remote(Instance).options(
         num_cpus=rollout.cpus_per_instance,
         num_gpus=rollout.gpus_per_instance,

@@ -4,6 +4,7 @@ Named to vLLM as executor and worker extension (runtime/engine.py); imports vLLM
 may import this module at its top.
 """
 
+import multiprocessing
 import os
 import select
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.v1.executor import uniproc_executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -34,7 +36,9 @@ class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are u
     """
 
     def _init_executor(self) -> None:
-        end_with_owner()
+        # vLLM makes a lock for processes here, though this executor has only one. As by default it would have a name
+        # in shared memory, which stays there when the engine is killed meanwhile; a lock for forks never has.
+        uniproc_executor.Lock = multiprocessing.get_context("fork").Lock
         super()._init_executor()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
@@ -49,11 +53,7 @@ class OneProcess(UniProcExecutor):  # type: ignore[misc]  # vLLM's classes are u
 
 
 class ManyProcesses(MultiprocExecutor):  # type: ignore[misc]
-    """The model is split over several GPUs; vLLM's own pipes end its workers with the engine."""
-
-    def _init_executor(self) -> None:
-        end_with_owner()
-        super()._init_executor()
+    """The model is split over several GPUs, each with a process."""
 
 
 class WorkerExtension:
@@ -90,10 +90,14 @@ def end_with_owner() -> None:
 
     A signal at the parent's death (prctl) would not do: it fires when the *thread* that forked ends.
     """
-    owner = int(os.environ[OWNER_VARIABLE])
-    if os.getppid() != owner:
-        os.kill(os.getpid(), signal.SIGKILL)  # it died while this process was starting
-    descriptor = os.pidfd_open(owner)
+    owner = int(os.environ.get(OWNER_VARIABLE, os.getpid()))
+    if owner == os.getpid():
+        return  # the instance itself
+    try:
+        descriptor = os.pidfd_open(owner)
+    except ProcessLookupError:  # it was killed while this process was starting
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
     threading.Thread(target=_wait_then_die, args=(descriptor,), name="end-with-owner", daemon=True).start()
 
 
@@ -102,3 +106,8 @@ def _wait_then_die(descriptor: int) -> None:
     ended.register(descriptor, select.POLLIN)
     ended.poll()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# At import, when the first class of this module arrives in an engine's process: later, that would wait for its instance
+# to say how it should start, for five minutes if it is gone.
+end_with_owner()

@@ -25,7 +25,16 @@ from dora_rl.runtime.answers import Answer, Answers, trajectory
 from dora_rl.runtime.driver import Inbox
 from dora_rl.runtime.failures import failed, one_line
 from dora_rl.runtime.moves import Moves
-from dora_rl.runtime.ports import Engine, GenerateRequest, ProcessLost, RewardResult, Rewards, StepReport, Trainer
+from dora_rl.runtime.ports import (
+    Engine,
+    GenerateRequest,
+    ProcessLost,
+    RewardResult,
+    Rewards,
+    SourceLost,
+    StepReport,
+    Trainer,
+)
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.iteration_files import RolloutRow, RowStatus, write_iteration
 from dora_rl.wire.open_store import OpenStore
@@ -139,11 +148,20 @@ class Hands:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """A task that raises, other than a command that fails, is a fault of ours: the loop has to hear of it."""
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._inbox.put_nowait(error)
 
     async def _answer(self, command: m.Command) -> None:
         try:
             event = await self._execute(command)
+        except SourceLost as error:
+            self._inbox.put_nowait(error)
+            return
         except Exception as error:  # noqa: BLE001 - a failure is a fact like any other
             if isinstance(error, ProcessLost) and isinstance(command, m.Load | m.Generate):
                 self._lose(command.instance, one_line(error))
@@ -238,11 +256,8 @@ class Hands:
                 assert_never(command)
 
     async def _generate(self, command: m.Generate) -> m.Generated:
-        if command.group is not None:
-            prompt = self._prompts.train(command.group)
-        else:
-            assert command.evaluation is not None, f"rollout {command.rollout} belongs to nothing"
-            prompt = self._prompts.held_out[command.member // 2]
+        prompt = self._prompt(command)
+        if command.evaluation is not None:
             self._evaluation.setdefault(command.evaluation, {})[command.member] = command.rollout
         answer = self.answers.begin(command, prompt, now=self.now())
         fallback = await self._moves.hand_over(command)
@@ -289,6 +304,14 @@ class Hands:
             kept_bytes=result.kept.nbytes if result.kept else 0,
             keep_s=result.keep_s,
         )
+
+    def _prompt(self, command: m.Generate) -> Prompt:
+        if command.group is None:
+            return self._prompts.held_out[command.member // 2]
+        try:
+            return self._prompts.train(command.group)
+        except Exception as error:
+            raise SourceLost(f"the data have no prompt {command.group}: {one_line(error)}") from error
 
     def _forced_length(self, command: m.Generate) -> int | None:
         """In paced emulation: how many tokens this answer will have in all."""

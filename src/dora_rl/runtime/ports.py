@@ -15,6 +15,10 @@ from dora_rl.wire.rollouts import Prompt, Trajectory
 from dora_rl.wire.weights import Manifest
 
 
+class SourceLost(RemoteError):
+    """The prompts have failed: there is nothing to ask any more."""
+
+
 class ProcessLost(RemoteError):
     """The other process is gone."""
 

@@ -10,7 +10,7 @@ with the reason), never the run its loop, and never turns into a 0. A pool that 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, WorkerCrashedE
 
 from dora_rl.rl.errors import RewardError
 from dora_rl.rl.rewards import Score, combine, load_reward
+from dora_rl.rl.signatures import AnswerGroup, caller
 from dora_rl.runtime.ports import RewardResult
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.rollouts import Prompt
@@ -29,26 +30,52 @@ START_S = 60.0
 class RewardWorker:
     """The process in which reward functions run."""
 
-    def __init__(self, specs: Sequence[str]) -> None:
-        self.functions = {name: load_reward(spec) for name, spec in named(specs).items()}
+    def __init__(self, specs: Sequence[str], weights: Sequence[float] = (), shaping: Sequence[str] = ()) -> None:
+        names = named(specs)
+        self.functions = {name: caller(load_reward(spec)) for name, spec in names.items()}
+        self.weights = dict(zip(self.functions, weights, strict=False))
+        self.shaping = [name for name, spec in names.items() if spec in shaping]
 
     def ready(self) -> bool:
         return True
 
-    def score(self, prompt: Prompt, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]) -> list[Score]:
-        count = len(completions)
-        columns = {name: [value] * count for name, value in prompt.columns.items()}
-        prompts = [prompt.messages] * count
-        return combine(
-            self.functions, prompts=prompts, completions=completions, completion_ids=completion_ids, columns=columns
+    def score(
+        self, prompt: Prompt, text: str, completions: Sequence[str], completion_ids: Sequence[Sequence[int]]
+    ) -> list[Score]:
+        """`text`: the prompt as the model sees it."""
+        group = AnswerGroup(
+            prompt=[dict(turn) for turn in prompt.messages] if prompt.is_chat else prompt.messages[-1]["content"],
+            prompt_text=text,
+            prompt_ids=prompt.token_ids,
+            completions=completions,
+            completion_ids=completion_ids,
+            columns=prompt.columns,
         )
+        return combine(self.functions, group, weights=self.weights, shaping=self.shaping)
 
 
 class RewardPool:
     """Reward workers behind one handle (ports.Rewards). Made inside a running event loop; the workers start at once."""
 
-    def __init__(self, functions: Sequence[str], *, workers: int, timeout_s: float, start_s: float = START_S) -> None:
+    def __init__(
+        self,
+        functions: Sequence[str],
+        *,
+        workers: int,
+        timeout_s: float,
+        decode: Callable[[Sequence[int]], str],
+        weights: Sequence[float] = (),
+        shaping: Sequence[str] = (),
+        stop_on_error: bool = False,
+        start_s: float = START_S,
+    ) -> None:
+        """`decode`: token ids to text, special tokens included. Without `weights` all functions count once;
+        `shaping`: those of `functions` that `rl.rewards.combine` treats so."""
+        self._stop_on_error = stop_on_error
         self._specs = tuple(functions)
+        self._weights = tuple(weights)
+        self._shaping = tuple(shaping)
+        self._decode = decode
         self._timeout_s = timeout_s
         self._start_s = start_s
         self._idle: asyncio.Queue[Any] = asyncio.Queue()
@@ -66,11 +93,13 @@ class RewardPool:
     ) -> list[RewardResult]:
         """One result per completion of this prompt, in order.
 
-        The time limit counts from the moment a worker is free. Raises RemoteError when no worker can be started.
+        The time limit counts from the moment a worker is free. Raises RemoteError when no worker can be started, and
+        with `stop_on_error` when a function fails.
         """
         if not completions:
             return []
-        group = (prompt, list(completions), [list(ids) for ids in completion_ids])
+        text = self._decode(prompt.token_ids)
+        group = (prompt, text, list(completions), [list(ids) for ids in completion_ids])
         note = ""
         for _ in range(2):  # one death may be chance; two are the group's doing
             worker = await self._take()
@@ -96,6 +125,9 @@ class RewardPool:
                 raise
             self._idle.put_nowait(worker)
             return [RewardResult(value=score.value, values=score.values) for score in scores]
+        note = f"prompt {prompt.prompt_id}: {note}"
+        if self._stop_on_error:
+            raise RemoteError(note)
         return [RewardResult(value=None, values={}, note=note) for _ in completions]
 
     async def shutdown(self) -> None:
@@ -120,7 +152,7 @@ class RewardPool:
             self._start_worker()
 
     def _start_worker(self) -> None:
-        worker = self._actor.remote(self._specs)
+        worker = self._actor.remote(self._specs, self._weights, self._shaping)
         self._alive.add(worker)
         starting = asyncio.create_task(self._until_ready(worker))
         self._starting.add(starting)

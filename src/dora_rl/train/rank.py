@@ -6,10 +6,11 @@ own. The scheduler sends no step while a version is being published, so the weig
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from dora_rl.config import Config
 from dora_rl.core.types import Version
 from dora_rl.pace.clock import Pacer
 from dora_rl.pace.law import train_s
+from dora_rl.train.checkpoint import Checkpoint, prune_checkpoints, save_checkpoint
 from dora_rl.train.trainer import StepReport, Trainer
 from dora_rl.wire.rollouts import Trajectory
 from dora_rl.wire.weights import Manifest, Transport, prune, save_version, write_version
@@ -61,7 +63,13 @@ class BusyClock:
 
 class TrainerRank:
     def __init__(
-        self, config: Config, model_dir: Path, weights_dir: Path, export_dir: Path, transport: Transport
+        self,
+        config: Config,
+        model_dir: Path,
+        weights_dir: Path,
+        export_dir: Path,
+        transport: Transport,
+        checkpoints_dir: Path | None = None,
     ) -> None:
         self._trainer = Trainer(config, model_dir)
         self._keep = config.audit.keep_versions
@@ -71,10 +79,14 @@ class TrainerRank:
         """Groups of the open batch, in a paced run whose trainer computes only full batches."""
         self._weights_dir = weights_dir
         self._export_dir = export_dir
+        self._checkpoints_dir = checkpoints_dir
+        self._checkpoint = config.checkpoint
+        self._last_checkpoint = 0
         self._transport = transport
         self._clock = BusyClock()
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save-weights")
-        self._saving: tuple[Future[None], Manifest, Mapping[str, Tensor]] | None = None
+        self._saving: tuple[Future[None], Callable[[], None]] | None = None
+        """What is being written, and how to write it once more."""
 
     def accumulate(self, iteration: int, attempt: int, group: Sequence[Trajectory], trained_version: int) -> None:
         if self._pace is not None and not self._pace.early_training:
@@ -115,8 +127,18 @@ class TrainerRank:
             manifest = write_version(self._transport, version, parent, tensors, self._trainer.canary())
             if self._pace is not None:
                 time.sleep(max(0.0, self._pace.publish_s - (time.monotonic() - began)))
-        self._saving = self._saver.submit(self._save, manifest, tensors), manifest, tensors
+            checkpoint = self._due_checkpoint(version, tensors)
+        save = partial(self._save, manifest, tensors, checkpoint)
+        self._saving = self._saver.submit(save), save
         return manifest
+
+    def _due_checkpoint(self, version: Version, weights: Mapping[str, Tensor]) -> Checkpoint | None:
+        """A copy of everything, while it stands still; None when none is due."""
+        iteration, every = self._trainer.finished_iterations, self._checkpoint.every_iterations
+        if self._checkpoints_dir is None or not every or iteration - self._last_checkpoint < every:
+            return None
+        self._last_checkpoint = iteration
+        return Checkpoint(iteration=iteration, version=version, model=weights, optimizer=self._trainer.moments())
 
     def pace_report(self) -> tuple[int, int]:
         """Paced groups and steps so far, and how many took longer than the law says."""
@@ -129,14 +151,17 @@ class TrainerRank:
     def measure_rate(self, groups: Sequence[Sequence[Trajectory]]) -> float:
         return self._trainer.measure_rate(groups)
 
-    def _save(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    def _save(self, manifest: Manifest, tensors: Mapping[str, Tensor], checkpoint: Checkpoint | None) -> None:
         save_version(self._weights_dir / str(manifest.version), manifest, tensors)
         prune(self._weights_dir, self._keep)
+        if checkpoint is not None and self._checkpoints_dir is not None:
+            save_checkpoint(self._checkpoints_dir / str(checkpoint.iteration), checkpoint)
+            prune_checkpoints(self._checkpoints_dir, self._checkpoint.keep)
 
     def _await_save(self) -> None:
         if self._saving is None:
             return
-        saving, manifest, tensors = self._saving
+        saving, again = self._saving
         if saving.exception() is not None:
-            self._save(manifest, tensors)
+            again()
         self._saving = None

@@ -35,25 +35,17 @@ def prepare_model(path: str, out: Path) -> None:
 
     The folder appears whole or not at all. Raises ConfigError, one line, when the source is missing.
     """
-    logging.disable_progress_bar()  # the terminal belongs to the run
-    if path.startswith(_TINY):
-        seed = path.removeprefix(_TINY)
-        if not seed.isdecimal() or int(seed) >= 2**63:
-            raise ConfigError(
-                f"model.path = {path!r}: expected tiny:SEED with a number below 2^63, got {seed!r}; for example tiny:0"
-            )
-        model: PreTrainedModel = tiny_model(seed=int(seed))
-        tokenizer: PreTrainedTokenizerBase = tiny_tokenizer()
-    elif path.startswith(_PACKAGE):
-        model, tokenizer = _from_package(path.removeprefix(_PACKAGE))
-    else:
-        model, tokenizer = _from_folder(Path(path))
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"model.path = {path!r}: its tokenizer has no chat template; choose an instruction-tuned model"
-        )
+    _quiet()
+    tokenizer = _tokenizer(path)  # the quicker half, so that its faults come first
+    model = _model(path)
     _name_stop_tokens(model, tokenizer)
     _write(model, tokenizer, out)
+
+
+def prepare_tokenizer(path: str, out: Path) -> None:
+    """Write the model's tokenizer alone, chat template included. Raises ConfigError as `prepare_model` does."""
+    _quiet()
+    _tokenizer(path).save_pretrained(out)
 
 
 def stop_token_ids(folder: Path) -> tuple[int, ...]:
@@ -68,47 +60,99 @@ def stop_token_ids(folder: Path) -> tuple[int, ...]:
     return tuple(sorted({ids} if isinstance(ids, int) else set(ids)))
 
 
-def _from_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if not (folder / "config.json").is_file():
+def _quiet() -> None:
+    """The terminal belongs to the run."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+    if path.startswith(_TINY):
+        _tiny_seed(path)
+        tokenizer: PreTrainedTokenizerBase = tiny_tokenizer()
+    elif path.startswith(_PACKAGE):
+        file = _packaged(path)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    else:
+        folder = _folder(path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise _unloadable(path, error) from error
+    if tokenizer.chat_template is None:
         raise ConfigError(
-            f"model.path = {str(folder)!r} is no Hugging Face folder (no config.json in it); "
-            "name one, or package:NAME, or tiny:SEED"
+            f"model.path = {path!r}: its tokenizer has no chat template; choose an instruction-tuned model"
         )
+    return tokenizer
+
+
+def _model(path: str) -> PreTrainedModel:
+    if path.startswith(_TINY):
+        return tiny_model(seed=_tiny_seed(path))
+    if path.startswith(_PACKAGE):
+        return _dequantised(_packaged(path))
+    folder = _folder(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {str(folder)!r} does not load: {str(error).splitlines()[0]}") from error
-    return model, tokenizer
+        raise _unloadable(path, error) from error
+    return model
 
 
-def _from_package(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Dequantise the package's GGUF file. The package is found, never imported: its own dependencies are not ours."""
+def _tiny_seed(path: str) -> int:
+    seed = path.removeprefix(_TINY)
+    if not seed.isdecimal() or int(seed) >= 2**63:
+        raise ConfigError(
+            f"model.path = {path!r}: expected tiny:SEED with a number below 2^63, got {seed!r}; for example tiny:0"
+        )
+    return int(seed)
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {path!r} is no Hugging Face folder (no config.json in it); name one, or package:NAME, or "
+            "tiny:SEED"
+        )
+    return folder
+
+
+def _unloadable(path: str, error: Exception) -> ConfigError:
+    why = " ".join(str(error).split())
+    return ConfigError(f"model.path = {path!r} does not load: {why[:200]}; it should be a Hugging Face folder, whole")
+
+
+def _packaged(path: str) -> Path:
+    """The package's GGUF file. The package is found, never imported: its own dependencies are not ours."""
+    name = path.removeprefix(_PACKAGE)
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or spec.origin is None:
         raise ConfigError(
             f"model.path names the package {name!r}, which is not installed; pip install it or name a folder"
         )
-    folder = Path(spec.origin).parent
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if len(files) != 1:
         raise ConfigError(
             f"package {name!r} should carry one .gguf file, got {[f.name for f in files]}; name another package"
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name, local_files_only=True)
+    return files[0]
+
+
+def _dequantised(file: Path) -> PreTrainedModel:
     quantized = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=files[0].name, dtype=torch.float32, local_files_only=True
+        file.parent, gguf_file=file.name, dtype=torch.float32, local_files_only=True
     )
     facts = quantized.config.to_dict()
     config = AutoConfig.for_model(facts.pop("model_type"), **facts)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it would make every later load ask for the GGUF quantizer
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict(), strict=True)
     model.tie_weights()
-    return model, tokenizer
+    return model
 
 
 def _name_stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,7 +7,7 @@ Knows versions only as numbers to subtract.
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -105,6 +105,32 @@ class Trainer:
     def state_tensors(self) -> dict[str, Tensor]:
         """A copy of the weights under their Hugging Face names, tied ones once; later steps do not change it."""
         return {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+
+    def moments(self) -> dict[str, Tensor]:
+        """A copy of the optimizer's state: AdamW's step count and moments, as `<parameter>/<name>`."""
+        return {
+            f"{name}/{part}": torch.as_tensor(value).detach().clone()
+            for name, parameter in self._model.named_parameters()
+            for part, value in self._optimizer.state.get(parameter, {}).items()
+        }
+
+    def restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor], iteration: int) -> None:
+        """Go on from a checkpoint after so many iterations. Raises ValueError when it is another model's."""
+        parameters = dict(self._model.named_parameters())
+        if weights.keys() != parameters.keys():
+            odd = sorted(weights.keys() ^ parameters.keys())
+            raise ValueError(f"the checkpoint is of another model: {odd[0]} is in one of them only")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+        for key, value in moments.items():
+            name, _, part = key.rpartition("/")
+            self._optimizer.state[parameters[name]][part] = value.clone()
+        self._finished_iteration = iteration
+
+    @property
+    def finished_iterations(self) -> int:
+        return self._finished_iteration
 
     def canary(self) -> Canary:
         """What the current weights make of a fixed probe: served weights must give the same numbers."""

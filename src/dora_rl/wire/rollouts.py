@@ -40,6 +40,9 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns, as the reward receives them."""
 
+    is_chat: bool = True
+    """Whether the data has it as chat turns; otherwise as text, which is the only turn's."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:

@@ -255,9 +255,9 @@ def save_version(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
     facts = SavedVersion(manifest.version, manifest.parent, manifest.checksum, manifest.canary)
     (partial / _FACTS).write_text(json.dumps(asdict(facts)), encoding="utf-8")
     for path in (partial / _TENSORS, partial / _FACTS, partial):
-        _flush(path)
+        flush(path)
     partial.rename(folder)
-    _flush(folder.parent)
+    flush(folder.parent)
 
 
 def readable_like_others(paths: Iterable[Path]) -> None:
@@ -306,7 +306,7 @@ def _read_facts(folder: Path) -> SavedVersion:
         raise ValueError(f"{folder / _FACTS} is not a version's description ({error!r}); restore the folder") from error
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """A rename may overtake the data it names unless the data is on the disk first."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
