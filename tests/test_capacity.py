@@ -9,9 +9,9 @@ from dora_rl.cli.capacity import (
     check_kv_cache,
     kv_token_bytes,
     memory_parts,
-    shared_bytes,
 )
 from dora_rl.config import ConfigError, parse_config
+from dora_rl.runtime.cluster import shared_bytes
 
 LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, shared_bytes=4 * GIB)
 SMALL = {"weight_bytes": GIB // 2, "vocabulary": 49152}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from dora_rl.config import Config, ConfigError, RolloutConfig
+from dora_rl.runtime.cluster import shared_bytes
 
 GIB = 2**30
 CROWDED = 8
@@ -130,12 +131,6 @@ def memory_parts(config: Config, *, weight_bytes: int, vocabulary: int) -> Mappi
         "rewards and Ray": 0.3 * GIB * config.reward.workers + 0.5 * GIB,
         "published weights": shared_bytes(config, weight_bytes=weight_bytes),
     }
-
-
-def shared_bytes(config: Config, *, weight_bytes: int) -> int:
-    """Of the store in which published weights lie: K + 1 versions that answers may be of, one that is written, one
-    that is read."""
-    return max((config.schedule.max_staleness_versions + 3) * weight_bytes, 256 * 2**20)
 
 
 def _available() -> int:

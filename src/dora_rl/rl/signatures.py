@@ -47,7 +47,7 @@ Call = Callable[[AnswerGroup], Any]
 def caller(function: Callable[..., Any]) -> Call:
     """The function, to be called with a group."""
     names, takes_all = _parameters(function)
-    ask = next((ask for needed, ask in _SIGNATURES if needed <= names), _ask_for_all)
+    ask = _way(names)
 
     def call(group: AnswerGroup) -> Any:
         return ask(lambda **arguments: function(**_taken(arguments, names, all_of_them=takes_all)), group)
@@ -63,8 +63,7 @@ def check_call(name: str, function: Callable[..., Any], columns: Mapping[str, An
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # built in: it does not say
         return
-    names, _ = _parameters(function)
-    ask = next((ask for needed, ask in _SIGNATURES if needed <= names), _ask_for_all)
+    ask = _way({one.name for one in parameters})
     given = _GIVEN[ask] | (set(columns) if ask in (_ask_for_all, _ask_areal) else set())
     kinds = inspect.Parameter
     for one in parameters:
@@ -164,6 +163,11 @@ def _find_reference(columns: Mapping[str, Any]) -> Any:
         f"the function needs a reference answer, but the data has only the columns {sorted(columns)}; name the "
         "one that holds it with data.answer_column"
     )
+
+
+def _way(names: set[str]) -> Callable[[Callable[..., Any], AnswerGroup], Any]:
+    """How a function with parameters of these names wants to be called."""
+    return next((ask for needed, ask in _SIGNATURES if needed <= names), _ask_for_all)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[set[str], bool]:

@@ -41,16 +41,20 @@ def start_cluster(config: Config, *, model_bytes: int) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         ray.init(address=address, log_to_driver=False)
         return
-    # Live versions: K + 1 that answers may be of, one being published, one being read.
-    versions = config.schedule.max_staleness_versions + 3
     ray.init(
         # A promise to Ray, not a limit: on a small machine the processes take turns on the cores there are.
         num_cpus=max(os.cpu_count() or 1, _cpus_asked(config)),
-        object_store_memory=max(versions * model_bytes, 256 * 2**20),
+        object_store_memory=shared_bytes(config, weight_bytes=model_bytes),
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
     )
+
+
+def shared_bytes(config: Config, *, weight_bytes: int) -> int:
+    """Of the store in which published weights lie: K + 1 versions that answers may be of, one that is written, one
+    that is read."""
+    return max((config.schedule.max_staleness_versions + 3) * weight_bytes, 256 * 2**20)
 
 
 def check_devices(config: Config) -> None:
