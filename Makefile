@@ -54,4 +54,4 @@ test: setup ## everything that must hold: lint, types, every property in full, r
 accept: setup ## make accept STEP=n: measure what step n must show, into docs/results/step-n/ (ONLY="LINE ...": these lines)
 	@test -n "$(STEP)" || { echo "accept: needs STEP=n, for example make accept STEP=1" >&2; exit 2; }
 	@echo "accept: measuring step $(STEP)"
-	@$(VENV)/python -m dora_rl.bench.accept --step $(STEP) $(if $(ONLY),--only $(ONLY))
+	@$(VENV)/python -m acceptance --step $(STEP) $(if $(ONLY),--only $(ONLY))

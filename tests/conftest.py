@@ -1,6 +1,7 @@
 """What every test shares: no network, no flaky deadlines, and tests that start engines last."""
 
 import os
+from pathlib import Path
 
 # Before anything imports them: a test that reaches for the network is wrong, and Ray must not report home.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,3 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_S))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's folder."""
+    from dora_rl.models.source import prepare_model  # imports torch, which most tests can do without
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    prepare_model("tiny:0", folder)
+    return folder

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dora_rl.cli.capacity import (
+from dora_rl.config import ConfigError, parse_config
+from dora_rl.run.capacity import (
     GIB,
     Machine,
     check_capacity,
@@ -10,7 +11,6 @@ from dora_rl.cli.capacity import (
     kv_token_bytes,
     memory_parts,
 )
-from dora_rl.config import ConfigError, parse_config
 from dora_rl.runtime.cluster import shared_bytes
 
 LAPTOP = Machine(cores=2, memory_bytes=16 * GIB, shared_bytes=4 * GIB)

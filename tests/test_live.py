@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from core.test_staleness import draw_run
-from dora_rl.cli.recorder import Recorder, TimedOrchestrator
-from dora_rl.cli.screen import Lines, LiveScreen
 from dora_rl.core import messages as m
 from dora_rl.obs.folder import RunFolder
 from dora_rl.obs.live import InstanceView, Snapshot, VersionView, picture
+from dora_rl.run.recorder import Recorder, TimedOrchestrator
+from dora_rl.run.screen import Lines, LiveScreen
 from dora_rl.sim.engine import simulate
 from dora_rl.sim.world import RandomWorld
 

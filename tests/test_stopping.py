@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import signal, time
-from dora_rl.cli.stopping import Stopping
+from dora_rl.run.stopping import Stopping
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started with
 with Stopping() as stopping:

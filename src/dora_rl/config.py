@@ -124,6 +124,8 @@ class RewardConfig(Section):
             raise ConfigError(
                 f"reward.weights: {len(self.weights)} numbers for {len(self.functions)} reward.functions; give one each"
             )
+        if large := [weight for weight in self.weights if abs(weight) > 1e6]:
+            raise ConfigError(f"reward.weights: a factor may have up to 1e+06, got {large[0]:g}; lower it")
         if self.weights and not any(self.weights):
             raise ConfigError("reward.weights: all are 0, so that no answer is better than another; raise one")
         return self

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from acceptance.tamper import TAMPERINGS
 from audit.builder import build_run, small_config
 from audit.forgeries import FORGERIES
 from dora_rl.audit import recompute
 from dora_rl.audit.checks import advantages
 from dora_rl.audit.history import AuditError
 from dora_rl.audit.judge import audit_run
-from dora_rl.bench.tamper import TAMPERINGS
 from dora_rl.core import messages as m
 from dora_rl.sim.world import RandomWorld, WorldConfig
 from dora_rl.train.advantage import group_advantages

@@ -9,8 +9,8 @@ import torch
 
 from audit.builder import small_config
 from dora_rl.audit.recompute import Again, draw, judge, recompute_logprobs
+from dora_rl.models.source import prepare_model
 from dora_rl.train.score import score
-from dora_rl.train.source import prepare_model
 from dora_rl.wire.rollouts import Segment, Trajectory
 from dora_rl.wire.weights import Canary, MemoryTransport, load_saved, save_version, write_version
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dora_rl.config import RolloutConfig
 from dora_rl.core.types import InstanceId, RolloutId, Version
+from dora_rl.models.source import prepare_model
 from dora_rl.runtime.engine import engine_processes
 from dora_rl.runtime.instance import Instance
 from dora_rl.runtime.ports import GenerateRequest, GenerateResult
-from dora_rl.train.source import prepare_model
 from dora_rl.wire.weights import Canary, Manifest, MemoryTransport, write_version
 from support import leftovers_collected
 

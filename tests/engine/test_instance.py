@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dora_rl.cli.capacity import kv_capacity_tokens, kv_token_bytes
 from dora_rl.core.messages import ProtocolError
+from dora_rl.run.capacity import kv_capacity_tokens, kv_token_bytes
 from dora_rl.wire.errors import RemoteError
 
 pytestmark = pytest.mark.engine

@@ -87,7 +87,7 @@ def test_tokens_are_those_of_transformers(tmp_path, kind):
 
     from transformers import AutoTokenizer
 
-    from dora_rl.train.tiny import tiny_tokenizer
+    from dora_rl.models.tiny import tiny_tokenizer
 
     if kind == "tiny":
         tokenizer = tiny_tokenizer()

@@ -3,6 +3,7 @@
 import math
 import sys
 import types
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -132,10 +133,66 @@ def test_values_are_added_up_and_kept_by_function():
     assert (second.value, second.values) == (3.5, {"long": 0.5, "kind": 3.0})
 
 
-def test_a_none_adds_nothing_and_only_nones_stay_none():
+def test_a_function_that_judged_nobody_adds_nothing():
     first, second = score({"a": lambda **_: [None, None], "b": lambda **_: [1.0, None]})
     assert (first.value, first.values) == (1.0, {"a": None, "b": 1.0})
     assert second.value is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "shaping", "values"),
+    [
+        ({}, (), [1.1, 0.1, None, 1.1]),
+        ({}, ("form",), [1.1, 0.1, None, 1.1]),
+        ({"form": 0.0}, (), [1.0, 0.0, None, 1.0]),
+        ({"right": 0.0}, (), [0.1, 0.1, 0.1, 0.1]),
+    ],
+)
+def test_an_answer_without_a_verdict_that_counts_has_no_reward(weights, shaping, values):
+    group = AnswerGroup(
+        prompt="?", prompt_text="?", prompt_ids=[1], completions=["a"] * 4, completion_ids=[[1]] * 4, columns={}
+    )
+    functions = {"right": lambda _: [1, 0, None, 1], "form": lambda _: [0.1] * 4}
+    scores = combine(functions, group, weights=weights, shaping=shaping)
+    assert [one.value for one in scores] == [None if value is None else pytest.approx(value) for value in values]
+
+
+def _as_told(values, **_):
+    return values
+
+
+@given(
+    verdicts=st.lists(st.lists(st.none() | st.integers(-3, 3), min_size=3, max_size=3), min_size=1, max_size=3),
+    weights=st.lists(st.sampled_from([0.0, 0.5, 2.0]), min_size=3, max_size=3),
+)
+def test_rewards_of_one_group_are_sums_of_the_same_parts(verdicts, weights):
+    functions = {f"f{i}": partial(_as_told, values) for i, values in enumerate(verdicts)}
+    scores = score(functions, completions="abc", weights=dict(zip(functions, weights, strict=False)))
+    parts = {
+        frozenset(name for name, value in one.values.items() if value is not None and weights[int(name[1:])])
+        for one in scores
+        if one.value is not None
+    }
+    assert len(parts) <= 1
+
+
+def test_a_sum_beyond_the_largest_reward_is_refused():
+    with pytest.raises(RewardError, match="add up to 5e\\+299, at most 1e\\+06"):
+        score({"f": lambda **_: [0.5, 0.0]}, weights={"f": 1e300})
+
+
+def test_a_function_that_changes_what_it_was_given_changes_it_for_itself():
+    def spoil(completion_ids, rows, **_):
+        completion_ids[0].reverse()
+        completion_ids.reverse()
+        rows[0]["n"] = 9
+        return [0.0, 0.0]
+
+    def look(completion_ids, rows, **_):
+        assert completion_ids == [[0], [1]]
+        return [row["n"] for row in rows]
+
+    assert [one.value for one in score({"a": spoil, "b": look}, rows={"n": 1})] == [1.0, 1.0]
 
 
 def test_every_column_reaches_the_function_with_one_entry_per_completion():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_rl.cli.launch import prepare
 from dora_rl.config import ConfigError, parse_config
+from dora_rl.run.launch import prepare
 
 
 def test_a_folder_with_somebodys_files_is_refused_and_left_alone(tmp_path: Path) -> None:

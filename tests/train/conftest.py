@@ -2,13 +2,11 @@
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 
 from dora_rl.config import Config, parse_config
 from dora_rl.core.types import GroupId, InstanceId, RolloutId, Version
-from dora_rl.train.source import prepare_model
 from dora_rl.wire.rollouts import Segment, Trajectory
 
 EOS = 2  # of the tiny model, whose padding token it is too
@@ -73,13 +71,6 @@ def make_group_fixture() -> GroupMaker:
 @pytest.fixture(scope="session", name="ragged_groups")
 def ragged_groups_fixture() -> Callable[..., list[list[Trajectory]]]:
     return ragged_groups
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    prepare_model("tiny:0", folder)
-    return folder
 
 
 @pytest.fixture(scope="session", name="config")

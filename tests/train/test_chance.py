@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dora_rl.bench.chance import drawn_from
+from acceptance.chance import drawn_from
 
 PROMPT = (5, 9, 11)
 

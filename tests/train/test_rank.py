@@ -6,8 +6,8 @@ import pytest
 
 from dora_rl.config import parse_config
 from dora_rl.core.types import Version
+from dora_rl.models.source import prepare_model
 from dora_rl.train.rank import TrainerRank
-from dora_rl.train.source import prepare_model
 from dora_rl.wire.weights import MemoryTransport, saved_versions
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from dora_rl.models.source import prepare_model
 from dora_rl.train.score import score, unfit
-from dora_rl.train.source import prepare_model
 from dora_rl.wire.rollouts import Segment, Trajectory
 
 ONE = Trajectory(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dora_rl.bench.means import machine
+from dora_rl.bench.machine import machine
 from dora_rl.config import Config, ConfigError, load_config, parse_config
 from dora_rl.core.messages import Command, Event, Generated
 from dora_rl.core.orchestrator import Orchestrator

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from dora_rl.config import Config, RolloutConfig
 from dora_rl.core.types import FinishReason, InstanceId, RolloutId, Version
+from dora_rl.models.source import prepare_model
 from dora_rl.runtime.instance import Instance
 from dora_rl.runtime.ports import GenerateRequest, GenerateResult, Partial
-from dora_rl.train.source import prepare_model
 from dora_rl.train.trainer import Trainer
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.weights import Manifest, MemoryTransport, write_version

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dora_rl.bench.means import machine
+from dora_rl.bench.machine import machine
 from dora_rl.config import Config, ConfigError, PaceConfig, dump_config
 from dora_rl.core import messages as m
 from dora_rl.core.orchestrator import Orchestrator

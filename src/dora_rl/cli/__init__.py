@@ -119,10 +119,10 @@ def _count(text: str) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     config: Config = load_config(arguments.config, arguments.set)
     # Only here: they import torch, Ray and vLLM, and a mistake in the configuration should not wait for that.
-    from dora_rl.cli.launch import default_folder, prepare, train
-    from dora_rl.cli.screen import open_screen
-    from dora_rl.cli.stopping import Stopping
     from dora_rl.core.messages import ProtocolError
+    from dora_rl.run.launch import default_folder, prepare, train
+    from dora_rl.run.screen import open_screen
+    from dora_rl.run.stopping import Stopping
     from dora_rl.wire.errors import RemoteError
 
     with Stopping() as stopping, open_screen(quiet=arguments.quiet) as screen:

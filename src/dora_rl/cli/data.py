@@ -5,48 +5,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from dora_rl.config import Config, ConfigError
+from dora_rl.config import Config
+from dora_rl.models.source import prepare_tokenizer
 from dora_rl.rl.chat import Chat
-from dora_rl.rl.datasets import Dataset, open_dataset
-from dora_rl.rl.errors import DataError
-from dora_rl.train.source import prepare_tokenizer
+from dora_rl.rl.datasets import Dataset
+from dora_rl.run.prompts import open_data
 from dora_rl.wire.rollouts import Prompt
 
 SAMPLE = 200
 """Prompts that are counted where there is no end of them."""
-
-
-def open_data(config: Config, chat: Chat) -> Dataset:
-    """The data set that a configuration names. Raises ConfigError about what is wrong with it."""
-    data = config.data
-    check_path(data.path)
-    try:
-        return open_dataset(
-            source=data.source,
-            path=data.path,
-            tasks=data.tasks,
-            worked_examples=data.worked_examples,
-            prompt_column=data.prompt_column,
-            answer_column=data.answer_column or None,
-            split=data.split,
-            on_long_prompt=data.on_long_prompt,
-            seed=config.run.seed,
-            held_out=config.eval.prompts,
-            tokenize=chat.tokenize,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-        )
-    except DataError as error:
-        raise ConfigError(str(error)) from error
-
-
-def check_path(path: str | None) -> None:
-    """Raises ConfigError when a path is named that leads nowhere."""
-    try:
-        there = path is None or Path(path).exists()
-    except OSError as error:
-        raise ConfigError(f"data.path: {error.strerror}; name an existing file or folder") from error
-    if not there:
-        raise ConfigError(f"data.path: there is no {path}; name an existing file or folder")
 
 
 def show_data(config: Config, rows: int, out: Callable[[str], None]) -> None:

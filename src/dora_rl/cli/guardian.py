@@ -14,16 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a command to end."""
+from dora_rl.run.stopping import ASKING, INTERRUPTED
+
 GRACE_S = 5.0
 """How long orphans may take to end by themselves; engines and Ray's processes take about three seconds."""
 END_S = 10.0
 """How long killed processes may take to vanish."""
 SAME_S = 0.5
 """A terminal or a shell signals whole groups: what comes within this time of the first signal is the same wish."""
-INTERRUPTED = 130
-"""Exit status."""
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 

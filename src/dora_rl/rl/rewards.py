@@ -26,7 +26,7 @@ class Score:
     """What one completion is worth."""
 
     value: float | None
-    """The weighted sum over the functions that judged it; None when none did."""
+    """The weighted sum of the verdicts; None when a function that counts has given it none."""
 
     values: Mapping[str, float | None]
     """By function, before weighting."""
@@ -98,7 +98,11 @@ def combine(
     weights: Mapping[str, float] | None = None,
     shaping: Collection[str] = (),
 ) -> list[Score]:
-    """Score one group with every function and add up the values; a None adds nothing, and nothing but None stays None.
+    """Score one group with every function and add up the values.
+
+    A function counts when it judges the task: its weight is not 0, it is none of `shaping`, and it judged somebody in
+    the group. An answer that one of these left without a verdict (None) has no reward: without that part its sum would
+    be compared with whole ones. Where no function counts nobody has one.
 
     Where the task's rewards are all equal, those of `shaping` functions (brevity, form) count for nothing: they would
     make a group look worth learning from in which every answer is right, or none.
@@ -110,7 +114,7 @@ def combine(
     by_function: dict[str, list[float | None]] = {}
     for name, function in functions.items():
         try:
-            values = function(group)
+            values = function(group.copy())
         except (Exception, SystemExit) as error:
             row = _first_failing_row(function, group)
             where = "the whole group only" if row is None else f"row {row}"
@@ -118,10 +122,20 @@ def combine(
             raise RewardError(f"reward function {name} raised on {where}: {cause}; mend it or its data") from error
         by_function[name] = _checked(name, values, count)
     rows = [{name: values[row] for name, values in by_function.items()} for row in range(count)]
-    of_task = [_add_up(row, weights or {}, without=shaping) for row in rows]
-    if shaping and not has_spread([score.value for score in of_task]):
-        return of_task
-    return [_add_up(row, weights or {}) for row in rows]
+    factor = {name: (weights or {}).get(name, 1.0) for name in functions}
+    counting = [
+        name
+        for name, values in by_function.items()
+        if factor[name] and name not in shaping and any(value is not None for value in values)
+    ]
+    task = [_add_up({name: row[name] for name in counting}, factor) for row in rows]
+    if not has_spread(task):
+        shaping = ()
+    shaped = [
+        None if reward is None else reward + sum(factor[name] * (row[name] or 0.0) for name in shaping)
+        for reward, row in zip(task, rows, strict=True)
+    ]
+    return [Score(value=_within_limit(reward), values=row) for reward, row in zip(shaped, rows, strict=True)]
 
 
 def _checked(name: str, values: Any, count: int) -> list[float | None]:
@@ -166,20 +180,25 @@ def _short(value: Any) -> str:
         return f"a value of {type(value).__name__}"
 
 
-def _add_up(
-    values: Mapping[str, float | None], weights: Mapping[str, float], *, without: Collection[str] = ()
-) -> Score:
-    judged = [
-        weights.get(name, 1.0) * value for name, value in values.items() if value is not None and name not in without
-    ]
-    return Score(value=sum(judged) if judged else None, values=values)
+def _add_up(values: Mapping[str, float | None], factor: Mapping[str, float]) -> float | None:
+    """None when a value is missing, or there is none at all."""
+    verdicts = [(factor[name], value) for name, value in values.items() if value is not None]
+    if not verdicts or len(verdicts) < len(values):
+        return None
+    return sum(weight * value for weight, value in verdicts)
+
+
+def _within_limit(reward: float | None) -> float | None:
+    if reward is not None and not abs(reward) <= LARGEST:
+        raise RewardError(f"the weighted rewards add up to {reward:g}, at most {LARGEST:g} is expected; lower a weight")
+    return reward
 
 
 def _first_failing_row(function: Call, group: AnswerGroup) -> int | None:
     """Which completion alone makes it raise: an exception out of a list does not say."""
     for row in range(len(group.completions)):
         try:
-            function(group.only(row))
+            function(group.only(row).copy())
         except (Exception, SystemExit):  # noqa: BLE001 - whatever the group raised, this row does it too
             return row
     return None

@@ -12,6 +12,7 @@ A function without `**` gets only the arguments that it names. Knows nothing of 
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,17 @@ class AnswerGroup:
 
     def only(self, row: int) -> "AnswerGroup":
         return replace(self, completions=[self.completions[row]], completion_ids=[self.completion_ids[row]])
+
+    def copy(self) -> "AnswerGroup":
+        """For one function: what it changes in place it changes for itself."""
+        return replace(
+            self,
+            prompt=deepcopy(self.prompt),
+            prompt_ids=list(self.prompt_ids),
+            completions=list(self.completions),
+            completion_ids=[list(ids) for ids in self.completion_ids],
+            columns=deepcopy(dict(self.columns)),
+        )
 
 
 Call = Callable[[AnswerGroup], Any]

@@ -15,7 +15,8 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dora_rl.wire.weights import flush, readable_like_others, weights_checksum
+from dora_rl.wire.files import flush, readable_like_others
+from dora_rl.wire.weights import weights_checksum
 
 _MODEL, _OPTIMIZER, _FACTS, _MARK = "model.safetensors", "optimizer.safetensors", "trainer.json", "complete"
 

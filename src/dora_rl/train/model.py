@@ -23,7 +23,6 @@ from transformers.utils import logging
 
 from dora_rl.config import ConfigError
 from dora_rl.train.tree import Block, PrefixTree, TokenPair, build_tree
-from dora_rl.wire.weights import readable_like_others
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
 """(log-probabilities [P], which of the T completion tokens these are [P]) -> their summed loss, a scalar."""
@@ -204,9 +203,3 @@ def _attend(
 
 
 AttentionInterface.register(_ATTENTION, _attend)
-
-
-def save_model(model: Any, folder: Path) -> None:
-    """Write weights and configuration in Hugging Face format, readable for others as any file is here."""
-    model.save_pretrained(folder, max_shard_size="1TB")
-    readable_like_others(folder.glob("*.safetensors"))

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from dora_rl.config import Config
+from dora_rl.models.files import save_model
 from dora_rl.train.gradient import GradientSum
-from dora_rl.train.model import load_model, save_model, tree_scores
+from dora_rl.train.model import load_model, tree_scores
 from dora_rl.train.tree import TokenPair, build_tree
 from dora_rl.wire.rollouts import Trajectory
 from dora_rl.wire.weights import Canary

@@ -6,7 +6,6 @@ nothing of what the versions are for.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from dora_rl.core.types import Version
 from dora_rl.wire.errors import RemoteError
+from dora_rl.wire.files import flush, readable_like_others
 
 Bytes = NDArray[np.uint8]
 Handle = Any
@@ -260,14 +260,6 @@ def save_version(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor]
     flush(folder.parent)
 
 
-def readable_like_others(paths: Iterable[Path]) -> None:
-    """safetensors makes its files readable for nobody else; give them the mode that any new file has."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for path in paths:
-        path.chmod(0o666 & ~umask)
-
-
 def load_saved(folder: Path) -> tuple[SavedVersion, dict[str, Tensor]]:
     """The facts and the tensors, verified. Raises ValueError when the folder is damaged, OSError when it is missing."""
     facts = _read_facts(folder)
@@ -304,12 +296,3 @@ def _read_facts(folder: Path) -> SavedVersion:
         return SavedVersion(raw["version"], raw["parent"], raw["checksum"], canary)
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder / _FACTS} is not a version's description ({error!r}); restore the folder") from error
-
-
-def flush(path: Path) -> None:
-    """A rename may overtake the data it names unless the data is on the disk first."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,11 +11,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dora_rl.bench import evidence
-from dora_rl.bench.chance import chi_square, drawn_from
+from acceptance import evidence
+from acceptance.chance import chi_square, drawn_from
+from acceptance.means import Figures, Lines, above, at_least, at_most, exactly, train
+from acceptance.timelines import plot_timelines
 from dora_rl.bench.engines import VERSION, Engine, EnginePool, MovingAnswer, engine_pool
-from dora_rl.bench.means import Figures, Lines, above, at_least, at_most, exactly, train
-from dora_rl.bench.timelines import plot_timelines
 from dora_rl.config import Config, load_config, parse_config
 from dora_rl.core import messages as m
 from dora_rl.obs.folder import RunFolder

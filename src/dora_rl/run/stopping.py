@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-from dora_rl.cli.guardian import ASKING
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a command to end."""
+
+INTERRUPTED = 130
+"""Exit status."""
 
 
 class Stopping:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dora_rl import __version__
-from dora_rl.cli.screen import Screen
 from dora_rl.config import Config, config_hash
 from dora_rl.core import messages as m
 from dora_rl.core.orchestrator import Orchestrator
@@ -21,6 +20,7 @@ from dora_rl.obs.journal import JournalHeader, JournalWriter
 from dora_rl.obs.live import InstanceView, Snapshot, VersionView
 from dora_rl.obs.metrics import evaluation_line, iteration_metrics
 from dora_rl.obs.timeline import Timeline
+from dora_rl.run.screen import Screen
 from dora_rl.runtime.hands import ScoredAnswer
 from dora_rl.runtime.ports import StepReport
 from dora_rl.wire.iteration_files import RolloutRow

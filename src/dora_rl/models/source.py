@@ -22,8 +22,8 @@ from transformers import (
 from transformers.utils import logging
 
 from dora_rl.config import ConfigError
-from dora_rl.train.model import save_model
-from dora_rl.train.tiny import tiny_model, tiny_tokenizer
+from dora_rl.models.files import save_model
+from dora_rl.models.tiny import tiny_model, tiny_tokenizer
 
 _PACKAGE, _TINY = "package:", "tiny:"
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")

@@ -18,11 +18,11 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from acceptance import whole_loop
+from acceptance.bad_inputs import BAD_INPUTS, Answer, BadInput, ask, page
+from acceptance.means import Figures, Lines, at_least, at_most, exactly, execute, fresh_environment
 from dora_rl.audit.history import AuditError
 from dora_rl.audit.judge import audit_run
-from dora_rl.bench import step1
-from dora_rl.bench.bad_inputs import BAD_INPUTS, Answer, BadInput, ask, page
-from dora_rl.bench.means import Figures, Lines, at_least, at_most, exactly, execute, fresh_environment
 from dora_rl.cli.guardian import adopt_orphans
 from dora_rl.obs.folder import RunFolder
 
@@ -178,7 +178,7 @@ def newcomer() -> Figures:
 
 
 LINES: Lines = {
-    "tests": (step1.tests, "the tests are quick and none is skipped"),
+    "tests": (whole_loop.tests, "the tests are quick and none is skipped"),
     "newcomer": (newcomer, "who has only the README gets the main job and a run on own data"),
     "errors": (errors, "bad input gets one line and exit status 2 before any engine starts"),
     "foreign": (foreign, "rewards and data of other systems train as they are"),

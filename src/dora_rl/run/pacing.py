@@ -4,8 +4,8 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from dora_rl.cli.recorder import Print
 from dora_rl.pace.clock import MAX_OVERRUNS
+from dora_rl.run.recorder import Print
 from dora_rl.runtime.ports import Engine, Trainer
 
 

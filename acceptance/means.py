@@ -1,7 +1,6 @@
 """How the lines of `make accept` are measured: commands with a deadline, runs, and a figure beside its limit."""
 
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -65,8 +64,3 @@ def passed_tests(*arguments: str) -> tuple[bool, int]:
 def fresh_environment() -> dict[str, str]:
     """Without what this process's own virtual environment has put there."""
     return {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", "MAKEFLAGS")}
-
-
-def machine() -> str:
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.machine()}, Python {platform.python_version()}"

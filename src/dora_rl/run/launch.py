@@ -20,22 +20,22 @@ from pathlib import Path
 
 import ray
 
-from dora_rl.cli.capacity import check_capacity, check_kv_cache
-from dora_rl.cli.data import check_path, open_data
-from dora_rl.cli.guardian import INTERRUPTED
-from dora_rl.cli.pacing import report_pace
-from dora_rl.cli.recorder import Print, Recorder, TimedOrchestrator
-from dora_rl.cli.screen import Screen
-from dora_rl.cli.stopping import Stopping
-from dora_rl.cli.throughput import measure_floor
 from dora_rl.config import Config, ConfigError, dump_config
 from dora_rl.core.types import InstanceId
+from dora_rl.models.source import prepare_model, prepare_tokenizer, stop_token_ids
 from dora_rl.obs.folder import RunFolder
 from dora_rl.rl.chat import Chat
 from dora_rl.rl.datasets import Dataset
 from dora_rl.rl.errors import DataError, RewardError
 from dora_rl.rl.rewards import load_reward
 from dora_rl.rl.signatures import check_call
+from dora_rl.run.capacity import check_capacity, check_kv_cache
+from dora_rl.run.pacing import report_pace
+from dora_rl.run.prompts import check_path, open_data
+from dora_rl.run.recorder import Print, Recorder, TimedOrchestrator
+from dora_rl.run.screen import Screen
+from dora_rl.run.stopping import INTERRUPTED, Stopping
+from dora_rl.run.throughput import measure_floor
 from dora_rl.runtime.cluster import (
     RemoteEngine,
     RemoteTrainer,
@@ -49,7 +49,6 @@ from dora_rl.runtime.driver import Inbox, drive
 from dora_rl.runtime.hands import Hands
 from dora_rl.runtime.rewards import RewardPool
 from dora_rl.train.rank import TrainerRank
-from dora_rl.train.source import prepare_model, prepare_tokenizer, stop_token_ids
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.open_store import OpenStore
 from dora_rl.wire.weights import RayTransport

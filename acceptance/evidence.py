@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from dora_rl.bench.tamper import TAMPERINGS
+from acceptance.tamper import TAMPERINGS
 from dora_rl.config import load_config
 from dora_rl.obs.console import paired_difference, staleness_totals, thirds
 from dora_rl.obs.folder import RunFolder
@@ -28,7 +28,6 @@ HARMLESS_SLEEPS = frozenset(
         "train/rank.py: publish",
         "bench/engines.py: run",  # benchmarks that wait for an answer to have so many tokens
         "bench/migration.py: _moved",
-        "bench/step2.py: _kill",
     }
 )
 

@@ -12,11 +12,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dora_rl.bench import step1, step2, step3
-from dora_rl.bench.means import Lines, judged, machine, output_of
+from acceptance import moving_answers, rough_use, whole_loop
+from acceptance.means import Lines, judged, output_of
+from dora_rl.bench.machine import machine
 
 RESULTS = Path("docs/results")
-STEPS: dict[int, Lines] = {1: step1.LINES, 2: step2.LINES, 3: step3.LINES}
+STEPS: dict[int, Lines] = {1: whole_loop.LINES, 2: moving_answers.LINES, 3: rough_use.LINES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

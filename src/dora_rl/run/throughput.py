@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dora_rl.cli.recorder import Print
 from dora_rl.config import Config
 from dora_rl.core.messages import Close, Generated
 from dora_rl.obs.folder import RunFolder
 from dora_rl.obs.journal import read_journal
+from dora_rl.run.recorder import Print
 from dora_rl.runtime.ports import Engine, Trainer
 from dora_rl.wire.iteration_files import RolloutRow, read_iteration
 from dora_rl.wire.rollouts import Trajectory

@@ -5,9 +5,9 @@ import shutil
 import time
 from pathlib import Path
 
-from dora_rl.bench import evidence
-from dora_rl.bench.means import Figures, Lines, execute, fresh_environment, judged, output_of, passed_tests, train
-from dora_rl.bench.plot import plot_runs
+from acceptance import evidence
+from acceptance.learning_curves import plot_runs
+from acceptance.means import Figures, Lines, execute, fresh_environment, judged, output_of, passed_tests, train
 from dora_rl.obs.folder import RunFolder
 
 WORK = Path("runs/accept-1")
