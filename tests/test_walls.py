@@ -18,7 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "core": ("config",),
     "pace": ("config",),
     "sim": ("config", "core", "pace.law"),
-    "models": ("config", "wire.files"),
+    "models": ("config", "wire.files", "wire.slices", "wire.safetensors_file"),
     "runtime": ("config", "core", "wire", "rl", "pace", "models"),
     "train": ("config", "models", "wire", "core.types", "pace"),
     "wire": ("core.types",),

@@ -1,0 +1,1 @@
+"""What makes, names and measures models. Engines, trainer and audit need it alike; it knows none of them."""
