@@ -22,6 +22,7 @@ from torch import Tensor
 from dora_rl.core.types import Version
 from dora_rl.wire.errors import RemoteError
 from dora_rl.wire.files import flush, readable_like_others
+from dora_rl.wire.slices import Slice as Slice
 
 Bytes = NDArray[np.uint8]
 Handle = Any
